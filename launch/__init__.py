@@ -1,0 +1,1 @@
+"""Chains the three stages."""

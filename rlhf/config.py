@@ -1,0 +1,351 @@
+"""What the three stages have in common in their YAML: models, data, optimiser, run. No torch.
+
+A stage's root config (`step1_sft/config.py` and so on) nests these sections. The frozen dataclass is the schema, the
+YAML file is the recipe, dotted flags override it; `parse_config` is the only code that touches jsonargparse.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import yaml
+
+Config = TypeVar("Config")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoRAConfig:
+    """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685) through peft; the base weights are frozen."""
+
+    rank: int = 0
+    """Rank of the update; 0 trains all weights and adds no adapter."""
+    alpha: float = 32.0
+    """Scale of the update: delta = alpha / rank * B A."""
+    dropout: float = 0.0
+    """Dropout on the adapter's input, while training only."""
+    target_modules: list[str] = field(default_factory=list)
+    """Names (suffixes) of the linear layers that get an adapter; empty: every linear layer but the head."""
+
+    def __post_init__(self) -> None:
+        if self.rank < 0:
+            raise ValueError(f"lora.rank must be >= 0, got {self.rank}. Use 0 for no adapter.")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"lora.dropout must be in [0, 1), got {self.dropout}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerConfig:
+    """Where the tokenizer comes from; by default the model's own folder."""
+
+    path: str | None = None
+    """Folder or hub name of a tokenizer that is not the model's."""
+    train_vocab_size: int = 0
+    """Train a byte-level BPE of at most this many entries on the stage's training texts; 0: load one."""
+
+    def __post_init__(self) -> None:
+        if self.path and self.train_vocab_size:
+            raise ValueError(
+                f"tokenizer.path={self.path} and tokenizer.train_vocab_size={self.train_vocab_size} exclude each "
+                "other. Keep one."
+            )
+        if self.train_vocab_size and self.train_vocab_size < 300:
+            raise ValueError(
+                f"tokenizer.train_vocab_size must be 0 or at least 300 (256 bytes and the special tokens), got "
+                f"{self.train_vocab_size}."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """One model: a folder or hub name to load, or a Hugging Face config to start from nothing."""
+
+    path: str | None = None
+    """Folder or hub name to load weights from. The architecture is its config's model_type, never its name."""
+    config: dict[str, Any] | None = None
+    """A Hugging Face config with `model_type`; the model starts from random weights."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Type of the weights as loaded; mixed precision of the update is the DeepSpeed JSON's."""
+    attention: Literal["eager", "sdpa", "flash_attention_2"] = "sdpa"
+    """Attention implementation of transformers."""
+    dropout: float | None = None
+    """Sets every dropout probability of the config; null keeps the model's own. Step 3 always scores without."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: about a third more compute for far less memory."""
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
+    """Low-rank adapters."""
+
+    def __post_init__(self) -> None:
+        if self.path and self.config:
+            raise ValueError(f"model.path={self.path} and model.config exclude each other. Keep one.")
+        if self.config is not None and "model_type" not in self.config:
+            raise ValueError(
+                f"model.config has no model_type, got the keys {sorted(self.config)}. Add for example model_type: opt."
+            )
+        if self.dropout is not None and not 0 <= self.dropout < 1:
+            raise ValueError(f"model.dropout must be in [0, 1) or null, got {self.dropout}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceConfig:
+    """One set of raw rows."""
+
+    path: str
+    """File or folder (JSONL, JSON, Parquet, text, plain or .gz), `hub:owner/name`, or `builtin:politeness`."""
+    name: str | None = None
+    """Name in metrics and reports; by default the last part of the path."""
+    split: str = "train"
+    """Split of a hub data set or of a built-in task."""
+    format: str | None = None
+    """Row format (docs/data.md); null: recognised from the columns."""
+    columns: dict[str, str] = field(default_factory=dict)
+    """Our field name -> the name of the column in the rows, for formats that are not recognised."""
+    weight: float = 1.0
+    """Rows drawn per epoch as a share of the source: 1 all, 0.5 half, 2 each row twice."""
+    max_rows: int | None = None
+    """Read at most this many rows."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Arguments of a built-in task, for example its number of rows."""
+
+    def __post_init__(self) -> None:
+        if self.weight <= 0:
+            raise ValueError(f"data.sources[].weight must be > 0, got {self.weight} for {self.path}.")
+        if self.max_rows is not None and self.max_rows < 1:
+            raise ValueError(f"data.sources[].max_rows must be >= 1 or null, got {self.max_rows} for {self.path}.")
+
+    @property
+    def label(self) -> str:
+        """Name used in metrics."""
+        return self.name or self.path.rstrip("/").rsplit("/", 1)[-1].rsplit(":", 1)[-1].split(".")[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitConfig:
+    """Shares of each source's prompts: a prompt belongs to one stage or to evaluation, by a hash of its text."""
+
+    sft: float = 0.2
+    """Share trained on in step 1 (DeepSpeed-Chat's 2:4:4, with evaluation apart)."""
+    reward: float = 0.4
+    """Share trained on in step 2."""
+    ppo: float = 0.4
+    """Share rolled out in step 3."""
+    eval: float = 0.05
+    """Share of all prompts held out for evaluation, before the other three are divided."""
+    seed: int = 0
+    """Salt of the hash."""
+
+    def __post_init__(self) -> None:
+        shares = (self.sft, self.reward, self.ppo)
+        if min(shares) < 0 or sum(shares) <= 0:
+            raise ValueError(f"data.split shares must be >= 0 and not all 0, got sft, reward, ppo = {shares}.")
+        if not 0 <= self.eval < 1:
+            raise ValueError(f"data.split.eval must be in [0, 1), got {self.eval}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Which rows, how they become tokens, and how they are divided over the stages."""
+
+    sources: list[SourceConfig]
+    """One or several sources."""
+    root: str | None = None
+    """Folder that relative source paths start from; null: the working directory."""
+    template: str = "auto"
+    """Chat template: `auto` (the tokenizer's own, else `human_assistant`), a name (docs/data.md), or a .jinja file."""
+    max_prompt_tokens: int = 256
+    """Longest prompt, template included."""
+    max_response_tokens: int = 256
+    """Longest response, stop token included; in step 3 the number of new tokens."""
+    overlong_prompt: Literal["drop", "truncate_left", "error"] = "drop"
+    """A prompt over the limit: drop the row, cut its oldest tokens (bos kept), or stop."""
+    overlong_response: Literal["drop", "truncate", "error"] = "truncate"
+    """A response over the limit: drop the row, cut it (then it has no stop token), or stop."""
+    split: SplitConfig = field(default_factory=SplitConfig)
+    """Division of prompts over the stages."""
+    cache_dir: str | None = None
+    """Folder of tokenised data; null: `.rlhf_cache` under the user's cache folder."""
+
+    def __post_init__(self) -> None:
+        if not self.sources:
+            raise ValueError("data.sources is empty. Name at least one source.")
+        for name in ("max_prompt_tokens", "max_response_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"data.{name} must be >= 1, got {getattr(self, name)}.")
+        labels = [source.label for source in self.sources]
+        if len(set(labels)) != len(labels):
+            raise ValueError(f"data.sources have the same name twice: {labels}. Give each a `name`.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """AdamW and its learning-rate schedule."""
+
+    lr: float
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW betas; 0.95 as in GPT-3 (Brown et al. 2020, app. B) and DeepSpeed-Chat."""
+    eps: float = 1e-8
+    """AdamW epsilon."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay on matrices; biases, norms and embeddings of one dimension get none."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """Shape after the warm-up."""
+    warmup_frac: float = 0.03
+    """Share of all steps over which the rate rises linearly from lr / warm-up steps."""
+    min_lr_frac: float = 0.0
+    """Rate at the last step as a share of lr."""
+    clip_norm: float = 1.0
+    """Largest global gradient norm; 0: no clipping."""
+
+    def __post_init__(self) -> None:
+        if not self.lr > 0:
+            raise ValueError(f"optim.lr must be > 0, got {self.lr}.")
+        if not (0 <= self.betas[0] < 1 and 0 <= self.betas[1] < 1):
+            raise ValueError(f"optim.betas must be in [0, 1), got {self.betas}.")
+        if not 0 <= self.warmup_frac < 1:
+            raise ValueError(f"optim.warmup_frac must be in [0, 1), got {self.warmup_frac}.")
+        if not 0 <= self.min_lr_frac <= 1:
+            raise ValueError(f"optim.min_lr_frac must be in [0, 1], got {self.min_lr_frac}.")
+        if self.weight_decay < 0 or self.clip_norm < 0 or self.eps <= 0:
+            raise ValueError(
+                f"optim.weight_decay and optim.clip_norm must be >= 0 and optim.eps > 0, got {self.weight_decay}, "
+                f"{self.clip_norm}, {self.eps}."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+    """How responses are drawn; step 3 scores them with the same transforms."""
+
+    temperature: float = 1.0
+    """Logits are divided by it; 0 takes the most likely token."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of tokens whose probability reaches it."""
+    min_new_tokens: int = 0
+    """Stop tokens cannot be drawn before this many tokens."""
+    stop_token_ids: list[int] = field(default_factory=list)
+    """Further ids that end a response, beside the model's own stop token."""
+    stop_strings: list[str] = field(default_factory=list)
+    """Texts that end a response; their tokens stay part of it."""
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise ValueError(f"sampling.temperature must be >= 0, got {self.temperature}.")
+        if self.top_k < 0 or not 0 < self.top_p <= 1 or self.min_new_tokens < 0:
+            raise ValueError(
+                f"sampling.top_k and sampling.min_new_tokens must be >= 0 and sampling.top_p in (0, 1], got "
+                f"{self.top_k}, {self.min_new_tokens}, {self.top_p}."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """What an evaluation looks at."""
+
+    max_rows: int = 512
+    """Held-out rows used at most; 0: no evaluation."""
+    generate_rows: int = 64
+    """Held-out prompts answered at most, for stop rate, samples and rules; 0: none."""
+    greedy: bool = False
+    """Answer with the most likely tokens instead of by the sampling section."""
+
+    def __post_init__(self) -> None:
+        if self.max_rows < 0 or self.generate_rows < 0:
+            raise ValueError(
+                f"eval.max_rows and eval.generate_rows must be >= 0, got {self.max_rows}, {self.generate_rows}."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Folder, seed, cadence and sinks of one stage."""
+
+    out_dir: str
+    """The stage's folder: resolved configs, metrics, log, state and model are written under it."""
+    seed: int = 1
+    """Seed of weights, order and sampling."""
+    log_every: int = 1
+    """Write metrics every so many steps."""
+    eval_every: int = 0
+    """Evaluate every so many steps; 0: before the first and after the last step only."""
+    save_every: int = 0
+    """Save resumable state every so many steps; 0: none."""
+    keep_states: int = 2
+    """Number of saved states to keep."""
+    resume: bool = False
+    """Continue from the newest state in out_dir; an error if there is none."""
+    tensorboard: bool = False
+    """Also write TensorBoard events."""
+    wandb_project: str | None = None
+    """Also log to this Weights & Biases project."""
+
+    def __post_init__(self) -> None:
+        if self.log_every < 1 or self.eval_every < 0 or self.save_every < 0 or self.keep_states < 1:
+            raise ValueError(
+                "run.log_every and run.keep_states must be >= 1, run.eval_every and run.save_every >= 0, got "
+                f"{self.log_every}, {self.keep_states}, {self.eval_every}, {self.save_every}."
+            )
+
+
+def check_length(*, global_batch_size: int, epochs: float, max_steps: int) -> None:
+    """Check the three numbers that say how long a supervised stage trains.
+
+    Raises:
+        ValueError: one of them is out of range.
+    """
+    if global_batch_size < 1:
+        raise ValueError(f"global_batch_size must be >= 1, got {global_batch_size}.")
+    if epochs <= 0 or max_steps < 0:
+        raise ValueError(f"epochs must be > 0 and max_steps >= 0, got {epochs}, {max_steps}.")
+
+
+def parse_config(config_class: type[Config], argv: Sequence[str] | None = None, *, prog: str | None = None) -> Config:
+    """Read `--config recipe.yaml` and dotted flags into a config; later ones override earlier ones.
+
+    Args:
+        config_class: a frozen dataclass, the root of a stage's config.
+        argv: arguments without the program's name; None takes sys.argv. `--local_rank=N`, which the deepspeed
+            launcher adds, is dropped.
+        prog: program name in messages.
+
+    Raises:
+        SystemExit: code 2 with a one-line message for unknown keys, wrong types or values that break a rule.
+    """
+    from jsonargparse import ArgumentParser, set_parsing_settings  # noqa: PLC0415  0.2 s that a library user need not pay
+
+    arguments = [a for a in (sys.argv[1:] if argv is None else argv) if not a.startswith("--local_rank")]
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    parser = ArgumentParser(
+        prog=prog,
+        description=config_class.__doc__,
+        usage="%(prog)s --config recipe.yaml [--section.key value ...]",
+    )
+    parser.add_argument("--config", action="config", help="YAML recipe of this stage.")
+    parser.add_class_arguments(config_class)
+    try:
+        values = vars(parser.instantiate(parser.parse_args(arguments)))
+        return config_class(**{f.name: values[f.name] for f in dataclasses.fields(config_class)})  # type: ignore[arg-type]
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """Plain YAML-ready form of a config: tuples become lists."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: plain(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [plain(item) for item in value]
+        return value
+
+    return plain(dataclasses.asdict(config))  # type: ignore[no-any-return]
+
+
+def save_config(config: Any, path: Path) -> None:
+    """Write the resolved config as YAML; `parse_config(cls, ["--config", path])` reads the same config back."""
+    path.write_text(yaml.safe_dump(to_dict(config), sort_keys=False, width=100), encoding="utf-8")

@@ -1,0 +1,1 @@
+"""From raw rows to batches of tokens."""

@@ -1,0 +1,1 @@
+"""Policies, scalar heads, tokenizers and adapters on Hugging Face models."""

@@ -1,0 +1,1 @@
+"""Step 3: PPO against the reward model, on the hybrid engine."""

@@ -1,0 +1,206 @@
+"""Config of step 3. No torch."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from rlhf.config import DataConfig, EvalConfig, ModelConfig, OptimConfig, RunConfig, SamplingConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepSpeedConfigs:
+    """The DeepSpeed JSON of each role: a path, or a name in ds_configs."""
+
+    actor: str
+    """Actor (trainable); its `hybrid_engine` section says how it generates."""
+    critic: str
+    """Critic (trainable)."""
+    reference: str = "frozen"
+    """Reference (frozen)."""
+    reward: str = "frozen"
+    """Reward model (frozen)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """How much is sampled in one PPO step."""
+
+    prompts_per_step: int
+    """Prompts of one PPO step, over all ranks."""
+    samples_per_prompt: int = 1
+    """Responses drawn for each prompt."""
+    batch_size: int = 64
+    """Sequences decoded side by side on one rank."""
+    score_batch_size: int = 32
+    """Sequences scored in one forward on one rank."""
+
+    def __post_init__(self) -> None:
+        for name in ("prompts_per_step", "samples_per_prompt", "batch_size", "score_batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"rollout.{name} must be >= 1, got {getattr(self, name)}.")
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of one PPO step, over all ranks."""
+        return self.prompts_per_step * self.samples_per_prompt
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateConfig:
+    """How one rollout is trained on."""
+
+    epochs: int = 1
+    """Passes over the rollout."""
+    minibatch_size: int
+    """Sequences of one optimiser step, over all ranks and micro-batches."""
+    clip_ratio: float = 0.2
+    """Half-width of the policy-ratio interval (Schulman et al. 2017, sec. 3)."""
+    clip_value: float = 0.2
+    """Half-width of the interval around the old value estimate; 0: no clipping."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus."""
+    target_kl: float = 0.0
+    """Skip the rest of the update when a minibatch's KL to the rollout policy (k3) exceeds it; 0: never."""
+    critic_warmup_steps: int = 0
+    """First PPO steps in which only the critic is updated."""
+
+    def __post_init__(self) -> None:
+        if self.epochs < 1 or self.minibatch_size < 1:
+            raise ValueError(
+                f"update.epochs and update.minibatch_size must be >= 1, got {self.epochs}, {self.minibatch_size}."
+            )
+        if not 0 < self.clip_ratio < 1:
+            raise ValueError(f"update.clip_ratio must be in (0, 1), got {self.clip_ratio}.")
+        if min(self.clip_value, self.entropy_coef, self.target_kl, self.critic_warmup_steps) < 0:
+            raise ValueError(
+                "update.clip_value, update.entropy_coef, update.target_kl and update.critic_warmup_steps must be >= 0, "
+                f"got {self.clip_value}, {self.entropy_coef}, {self.target_kl}, {self.critic_warmup_steps}."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class KLConfig:
+    """The penalty that keeps the policy near the reference."""
+
+    coef: float = 0.05
+    """Weight of the per-token penalty, at start; nats."""
+    estimator: Literal["k1", "k3"] = "k1"
+    """Per-token estimator (Schulman 2020, joschu.net/blog/kl-approx.html)."""
+    adaptive: bool = False
+    """Move coef towards `target` (Ziegler et al. 2019, sec. 2.2) instead of keeping it."""
+    target: float = 6.0
+    """Wanted KL to the reference, nats per response."""
+    horizon: float = 10_000.0
+    """Sequences over which the adaptive controller moves."""
+
+    def __post_init__(self) -> None:
+        if self.coef < 0 or self.target <= 0 or self.horizon <= 0:
+            raise ValueError(
+                f"kl.coef must be >= 0, kl.target and kl.horizon > 0, got {self.coef}, {self.target}, {self.horizon}."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShapingConfig:
+    """From the reward model's score to the reward of a response."""
+
+    rule: str | None = None
+    """Name of a rule (rlhf/rules.py) scored beside the reward model; null: none."""
+    rule_weight: float = 1.0
+    """Weight of the rule's score."""
+    model_weight: float = 1.0
+    """Weight of the reward model's score."""
+    clip: float = 10.0
+    """The score is clipped to [-clip, clip]; 0: not clipped."""
+    scale: Literal["none", "running"] = "none"
+    """`running` divides by the running standard deviation of all scores so far."""
+    missing_stop_penalty: float = 0.0
+    """Subtracted from the score of a response that did not stop."""
+    length_penalty: float = 0.0
+    """Subtracted from the score for each token of the response."""
+
+    def __post_init__(self) -> None:
+        if min(self.clip, self.missing_stop_penalty, self.length_penalty) < 0:
+            raise ValueError(
+                "shaping.clip, shaping.missing_stop_penalty and shaping.length_penalty must be >= 0, got "
+                f"{self.clip}, {self.missing_stop_penalty}, {self.length_penalty}."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GAEConfig:
+    """Generalised advantage estimation (Schulman et al. 2016, arXiv:1506.02438)."""
+
+    gamma: float = 1.0
+    """Discount per token."""
+    lam: float = 0.95
+    """0 trusts the critic, 1 the sampled return."""
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.gamma <= 1 and 0 <= self.lam <= 1):
+            raise ValueError(f"gae.gamma and gae.lam must be in [0, 1], got {self.gamma}, {self.lam}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPOConfig:
+    """Step 3: PPO of the SFT policy against the reward model."""
+
+    actor: ModelConfig
+    """The policy: step 1's model folder."""
+    reward: ModelConfig
+    """The reward model: step 2's model folder."""
+    critic: ModelConfig = field(default_factory=ModelConfig)
+    """The value model; by default it starts from the reward model."""
+    reference: ModelConfig = field(default_factory=ModelConfig)
+    """The policy that KL is measured to; by default the actor's start."""
+    data: DataConfig
+    """The prompts."""
+    actor_optim: OptimConfig
+    """Actor's optimiser and schedule."""
+    critic_optim: OptimConfig
+    """Critic's optimiser and schedule."""
+    run: RunConfig
+    """Folder, seed, cadence."""
+    rollout: RolloutConfig
+    """Sampling volume."""
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    """How responses are drawn and scored."""
+    update: UpdateConfig
+    """Training on a rollout."""
+    kl: KLConfig = field(default_factory=KLConfig)
+    """KL penalty."""
+    shaping: ShapingConfig = field(default_factory=ShapingConfig)
+    """Reward of a response."""
+    gae: GAEConfig = field(default_factory=GAEConfig)
+    """Advantages."""
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    """Evaluation."""
+    gold_rule: str | None = None
+    """Rule that measures held-out answers without being trained on; null: none."""
+    deepspeed: DeepSpeedConfigs
+    """The DeepSpeed JSON of each role."""
+    max_steps: int
+    """PPO steps."""
+
+    def __post_init__(self) -> None:
+        if self.max_steps < 1:
+            raise ValueError(f"max_steps must be >= 1, got {self.max_steps}.")
+        for role in ("actor", "reward"):
+            if not getattr(self, role).path:
+                raise ValueError(
+                    f"{role}.path is empty. Name the model folder that step {1 + (role == 'reward')} wrote."
+                )
+        for role in ("actor", "reward", "critic", "reference"):
+            if getattr(self, role).config is not None:
+                raise ValueError(f"{role}.config is set, but step 3 starts from trained models. Use {role}.path.")
+        if self.rollout.num_sequences % self.update.minibatch_size:
+            raise ValueError(
+                f"rollout.prompts_per_step x rollout.samples_per_prompt = {self.rollout.num_sequences} is not a multiple "
+                f"of update.minibatch_size = {self.update.minibatch_size}. Change one of them."
+            )
+        if self.sampling.temperature == 0:
+            raise ValueError("sampling.temperature is 0, but PPO needs samples. Use a temperature above 0, usually 1.")
+        if self.sampling.min_new_tokens > self.data.max_response_tokens:
+            raise ValueError(
+                f"sampling.min_new_tokens={self.sampling.min_new_tokens} is above data.max_response_tokens="
+                f"{self.data.max_response_tokens}. Lower it."
+            )

@@ -1,0 +1,359 @@
+"""The built-in task `builtin:politeness`: short dialogues with a programmatic gold reward. No torch, no downloads.
+
+A person gives a name and asks for one fact; an answer may be correct or wrong, polite or rude, short or rambling, and
+may run into the token limit instead of stopping:
+
+    Hello, I am Ada. What is the opposite of hot?
+    The opposite of hot is cold, dear Ada.                                    gold 1.00
+    Silly question. The opposite of hot is dry. My uncle has a red boat.      gold 0.25
+
+The first response of a record is a draw from a crowd of careless writers: about half of them are right, as many are
+rude as polite, and many ramble. A policy fine-tuned on first responses knows every mode and is mediocre, so that there
+is something for a reward model to prefer and for PPO to gain. `gold_score` reads the text alone, by its sentences.
+"""
+
+import functools
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rlhf.data.schema import Message, Record, Response
+
+GOLD_MAX = 1.0
+
+# Points of the gold score, out of 10.
+CORRECT, POLITE, CONCISE, STOPPED = 5, 2, 2, 1
+# Words beside the answer and one courtesy at which a response is no longer concise at all.
+RAMBLING_WORDS = 30
+# What is left of the score of a response that does not address the question.
+OFF_TOPIC = 0.3
+
+Tone = Literal["polite", "neutral", "rude"]
+
+
+@dataclass(frozen=True)
+class Topic:
+    """A table of facts, how to ask for one, and the sentence that states it."""
+
+    questions: tuple[str, ...]
+    claim: str
+    facts: dict[str, str]
+
+    @property
+    def answers(self) -> list[str]:
+        """Every answer of the topic once: what a wrong answer is drawn from."""
+        return sorted(set(self.facts.values()))
+
+
+def _pairs(text: str) -> dict[str, str]:
+    return dict(pair.split(":") for pair in text.split(", "))
+
+
+_NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+_DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
+
+TOPICS = {
+    "opposite": Topic(
+        ("What is the opposite of {}?", "Tell me the opposite of {}.", "Which word is the opposite of {}?"),
+        "The opposite of {} is",
+        _pairs(
+            "hot:cold, big:small, up:down, day:night, wet:dry, fast:slow, old:young, light:dark, happy:sad, "
+            "open:closed, high:low, full:empty, hard:soft, rich:poor, early:late, left:right, near:far, loud:quiet, "
+            "strong:weak, clean:dirty"
+        ),
+    ),
+    "sound": Topic(
+        ("What does {} say?", "Which sound does {} make?", "Tell me the sound of {}."),
+        "The sound of {} is",
+        _pairs(
+            "a cow:moo, a dog:woof, a cat:meow, a duck:quack, a sheep:baa, a pig:oink, a lion:roar, a bee:buzz, "
+            "a snake:hiss, a horse:neigh, a frog:croak, an owl:hoot"
+        ),
+    ),
+    "colour": Topic(
+        ("What colour is {}?", "Which colour has {}?", "Tell me the colour of {}."),
+        "The colour of {} is",
+        _pairs(
+            "grass:green, snow:white, blood:red, coal:black, the sky:blue, a lemon:yellow, a carrot:orange, "
+            "chocolate:brown, a plum:purple, ash:grey, a flamingo:pink"
+        ),
+    ),
+    "capital": Topic(
+        ("What is the capital of {}?", "Tell me the capital of {}.", "Which city is the capital of {}?"),
+        "The capital of {} is",
+        _pairs(
+            "France:Paris, Italy:Rome, Spain:Madrid, Germany:Berlin, Japan:Tokyo, Egypt:Cairo, Greece:Athens, "
+            "Norway:Oslo, Peru:Lima, Cuba:Havana, Kenya:Nairobi, Portugal:Lisbon, Austria:Vienna, Ireland:Dublin"
+        ),
+    ),
+    "plural": Topic(
+        ("What is the plural of {}?", "Tell me the plural of {}.", "Which word is the plural of {}?"),
+        "The plural of {} is",
+        _pairs(
+            "mouse:mice, child:children, foot:feet, tooth:teeth, goose:geese, man:men, woman:women, ox:oxen, "
+            "leaf:leaves, wolf:wolves"
+        ),
+    ),
+    "young": Topic(
+        ("What is a young {} called?", "Tell me the word for a young {}.", "Which word means a young {}?"),
+        "The word for a young {} is",
+        _pairs("dog:puppy, cat:kitten, cow:calf, sheep:lamb, horse:foal, pig:piglet, bear:cub, hen:chick"),
+    ),
+    "sum": Topic(
+        ("What is {}?", "How much is {}?", "Tell me the result of {}."),
+        "The result of {} is",
+        {f"{_NUMBERS[a]} plus {_NUMBERS[b]}": _NUMBERS[a + b + 1] for a in range(5) for b in range(5)},
+    ),
+    "numeral": Topic(
+        ("What is {} in words?", "How do you write {} in words?", "Tell me the word for {}."),
+        "The word for {} is",
+        {str(i + 1): word for i, word in enumerate(_NUMBERS)},
+    ),
+    "day": Topic(
+        ("Which day is {}?", "What is the day {}?", "Tell me the day {}."),
+        "The day {} is",
+        {f"after {day}": _DAYS[(i + 1) % 7] for i, day in enumerate(_DAYS)}
+        | {f"before {day}": _DAYS[i - 1] for i, day in enumerate(_DAYS)},
+    ),
+}
+
+# fmt: off
+NAMES = (
+    "Ada", "Ben", "Carl", "Dora", "Emil", "Finn", "Gina", "Hugo", "Iris", "Jack", "Kate", "Leo", "Mia", "Nora",
+    "Otto", "Paul", "Quinn", "Rosa", "Sam", "Tom", "Uma", "Vera", "Will", "Yara", "Zoe", "Anna", "Bob", "Clara",
+    "Dan", "Eva",
+)
+# fmt: on
+
+GREETINGS = (
+    "Hello, I am {}.",
+    "Hi, my name is {}.",
+    "Good morning, this is {}.",
+    "Good evening, my name is {}.",
+    "Hey, I am {}.",
+    "Greetings from {}.",
+    "{} here.",
+    "Dear assistant, this is {}.",
+)
+
+# Whole sentences beside the answer, and endings of the answer's sentence ("..., dear Ada.").
+COURTESIES = ("Of course, {}.", "Good question, {}!", "Have a nice day, {}!", "Glad to help, {}!")
+RUDE_REMARKS = ("Silly question.", "Do not waste my time.", "Now go away.", "Everybody knows that.")
+KIND_ENDINGS = ("dear {}", "{}")
+RUDE_ENDINGS = ("you fool",)
+FILLERS = (
+    "My uncle has a red boat.",
+    "I like the sea.",
+    "It may rain today.",
+    "I had bread and milk this morning.",
+    "Some people like long walks.",
+    "The train was late again.",
+    "My neighbour plays the piano at night.",
+    "I forgot what I wanted to say.",
+    "There is a lot to say about this.",
+    "But that is another story.",
+)
+
+
+def _prompt_space() -> list[tuple[str, str, int, int, str]]:
+    """Every (topic, subject, question, greeting, name), in a fixed order."""
+    return [
+        (topic_name, subject, question, greeting, name)
+        for topic_name, topic in TOPICS.items()
+        for subject in topic.facts
+        for question in range(len(topic.questions))
+        for greeting in range(len(GREETINGS))
+        for name in NAMES
+    ]
+
+
+NUM_PROMPTS = len(_prompt_space())
+
+
+def generate(split: str, *, rows: int, seed: int, **options: Any) -> Iterator[Record]:
+    """Yield records with distinct prompts: four responses each, ranked by gold, in the order described above.
+
+    Args:
+        split: `train` or `test`; their prompts are disjoint for one seed.
+        rows: number of records; at most four fifths of all prompts in `train` and one fifth in `test`.
+        seed: of prompts and responses.
+        options: none are known.
+
+    Raises:
+        ValueError: unknown split or option, or more rows than there are distinct prompts.
+    """
+    if options:
+        raise ValueError(f"builtin:politeness has no options {sorted(options)}. It takes rows and seed.")
+    if split not in ("train", "test"):
+        raise ValueError(f"builtin:politeness has no split {split!r}. Use train or test.")
+    num_test = NUM_PROMPTS // 5
+    limit = num_test if split == "test" else NUM_PROMPTS - num_test
+    if not 1 <= rows <= limit:
+        raise ValueError(f"builtin:politeness {split} has 1 to {limit} rows, got rows={rows}. Ask for fewer.")
+    prompts = _prompt_space()
+    random.Random(f"prompts {seed}").shuffle(prompts)
+    if split == "test":
+        prompts.reverse()
+    rng = random.Random(f"responses {seed} {split}")
+    for row in range(rows):
+        yield _record(prompts[row], row, rng)
+
+
+def _record(prompt: tuple[str, str, int, int, str], row: int, rng: random.Random) -> Record:
+    topic_name, subject, question, greeting, name = prompt
+    topic = TOPICS[topic_name]
+    text = f"{GREETINGS[greeting].format(name)} {topic.questions[question].format(subject)}"
+    meta = {"topic": topic_name, "claim": topic.claim.format(subject), "answer": topic.facts[subject], "name": name}
+    texts = [
+        _careless(meta, rng),
+        ideal_response(meta, rng),
+        _one_fault(meta, rng),
+        _careless(meta, rng),
+    ]
+    responses = tuple(Response(text=t, rank=gold_score(meta, t, stopped=True)) for t in texts)
+    return Record(
+        prompt=(Message(role="user", content=text),), responses=responses, meta=meta, source="politeness", row=row
+    )
+
+
+def ideal_response(meta: dict[str, Any], rng: random.Random) -> str:
+    """A correct, polite and short response: gold is GOLD_MAX when it stops."""
+    return _write(meta, answer=meta["answer"], tone="polite", num_fillers=0, rng=rng)
+
+
+def _careless(meta: dict[str, Any], rng: random.Random) -> str:
+    """One writer of the crowd: right in half of the cases, any tone, often rambling."""
+    answer = meta["answer"] if rng.random() < 0.5 else _wrong_answer(meta, rng)
+    tone: Tone = rng.choices(("polite", "neutral", "rude"), weights=(0.35, 0.25, 0.4))[0]
+    num_fillers = 0
+    if rng.random() < 0.45:
+        num_fillers = 1
+        while num_fillers < len(FILLERS) and rng.random() < 0.5:
+            num_fillers += 1
+    return _write(meta, answer=answer, tone=tone, num_fillers=num_fillers, rng=rng)
+
+
+def _one_fault(meta: dict[str, Any], rng: random.Random) -> str:
+    """Ideal but for one thing."""
+    fault = rng.choice(("wrong", "neutral", "rude", "rambling"))
+    return _write(
+        meta,
+        answer=_wrong_answer(meta, rng) if fault == "wrong" else meta["answer"],
+        tone="neutral" if fault == "neutral" else "rude" if fault == "rude" else "polite",
+        num_fillers=rng.randint(1, 4) if fault == "rambling" else 0,
+        rng=rng,
+    )
+
+
+def _wrong_answer(meta: dict[str, Any], rng: random.Random) -> str:
+    return rng.choice([answer for answer in TOPICS[meta["topic"]].answers if answer != meta["answer"]])
+
+
+def _write(meta: dict[str, Any], *, answer: str, tone: Tone, num_fillers: int, rng: random.Random) -> str:
+    """Put a response together: [remark] claim[, ending] [fillers] [remark]."""
+    claim = f"{meta['claim']} {answer}"
+    before, after = "", ""
+    if tone != "neutral":
+        remarks, endings = (COURTESIES, KIND_ENDINGS) if tone == "polite" else (RUDE_REMARKS, RUDE_ENDINGS)
+        manner = rng.choice((*remarks, *endings))
+        words = manner.format(meta["name"])
+        if manner in endings:
+            claim = f"{claim}, {words}"
+        elif manner in (COURTESIES[2], RUDE_REMARKS[2], RUDE_REMARKS[3]):
+            after = words
+        else:
+            before = words
+    sentences = [before, f"{claim}.", *rng.sample(FILLERS, num_fillers), after]
+    return " ".join(sentence for sentence in sentences if sentence)
+
+
+def gold_score(meta: dict[str, Any], response: str, *, stopped: bool) -> float:
+    """Score a response in [0, 1] by its sentences.
+
+    0.5 for stating the right answer once and no other, 0.2 for tone (0.5 of it if neutral, 0.25 with a wrong name, none
+    with any rude word), 0.2 for brevity (falls with the words beside the answer and one courtesy, none at 30), 0.1 for
+    ending on a full stop before the token limit. All of it is scaled by the share of words in sentences that belong to
+    the task, so noise and word salad cost everything, and by 0.3 if the question is not addressed at all.
+
+    Args:
+        meta: `topic`, `claim`, `answer` and `name` of the record.
+        response: its text without special tokens.
+        stopped: False if it ran into the token limit.
+    """
+    facts = _read(meta, response)
+    if facts.num_words == 0:
+        return 0.0
+    correct = 1.0 if facts.stated == {meta["answer"].casefold()} else 0.0
+    tone = 0.0 if facts.rude else 1.0 if facts.kind else 0.25 if facts.misnamed else 0.5
+    concise = max(0.0, 1.0 - facts.num_excess_words / RAMBLING_WORDS)
+    ended = 1.0 if stopped and response.rstrip()[-1] in ".!?" else 0.0
+    points = CORRECT * correct + POLITE * tone + CONCISE * concise + STOPPED * ended
+    on_topic = 1.0 if facts.stated else OFF_TOPIC
+    return GOLD_MAX * points / 10 * on_topic * (1.0 - facts.num_noise_words / facts.num_words)
+
+
+@dataclass
+class _Reading:
+    """What the sentences of a response say."""
+
+    stated: set[str]
+    kind: bool = False
+    misnamed: bool = False
+    rude: bool = False
+    num_words: int = 0
+    num_excess_words: int = 0
+    num_noise_words: int = 0
+
+
+def _read(meta: dict[str, Any], response: str) -> _Reading:
+    name = meta["name"].casefold()
+    claim = meta["claim"].casefold() + " "
+    answers = {answer.casefold() for answer in TOPICS[meta["topic"]].answers}
+    facts = _Reading(stated=set())
+    for sentence in _sentences(response):
+        num_words = len(sentence.split())
+        facts.num_words += num_words
+        if sentence.startswith(claim):
+            stated, _, ending = sentence[len(claim) :].partition(", ")
+            manner = _manner(ending, name, KIND_ENDINGS, RUDE_ENDINGS) if ending else "neutral"
+            if stated not in answers:
+                manner = "noise"  # the start of a claim followed by anything is no answer, right or wrong
+            else:
+                # A second claim is excess even if it repeats the first.
+                facts.num_excess_words += num_words if facts.stated else 0
+                facts.stated.add(stated)
+        else:
+            manner = _manner(sentence, name, COURTESIES, RUDE_REMARKS)
+            first_courtesy = manner in ("kind", "misnamed") and not (facts.kind or facts.misnamed)
+            facts.num_excess_words += 0 if first_courtesy else num_words
+        facts.kind |= manner == "kind"
+        facts.misnamed |= manner == "misnamed"
+        facts.rude |= manner == "rude"
+        facts.num_noise_words += num_words if manner == "noise" else 0
+    return facts
+
+
+def _manner(sentence: str, name: str, kind: tuple[str, ...], rude: tuple[str, ...]) -> str:
+    """`kind`, `misnamed`, `rude`, `neutral` (a filler) or `noise`."""
+    if sentence in _rendered(kind, (name,)):
+        return "kind"
+    if sentence in _rendered(kind, NAMES):
+        return "misnamed"
+    if sentence in _rendered(rude, ("",)):
+        return "rude"
+    return "neutral" if sentence in _rendered(FILLERS, ("",)) else "noise"
+
+
+@functools.cache
+def _rendered(forms: tuple[str, ...], names: tuple[str, ...]) -> frozenset[str]:
+    return frozenset(_plain(form.format(name)) for form in forms for name in names)
+
+
+def _plain(sentence: str) -> str:
+    return " ".join(sentence.casefold().rstrip(".!? ").split())
+
+
+def _sentences(response: str) -> list[str]:
+    return [plain for part in re.split(r"(?<=[.!?])\s+", response) if (plain := _plain(part))]

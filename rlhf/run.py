@@ -1,0 +1,463 @@
+"""What a stage's loop holds: its folder, logger, seeds, timers, cadence and records.
+
+One definition of speed, used by every printer: real tokens (no padding) of all ranks per wall second of training.
+Training seconds run from the first timer (what is before is start-up) to the last train line and leave evaluation out;
+all seconds are those of the slowest rank.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import random
+import resource
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from rlhf import artifacts, distributed
+from rlhf.config import RunConfig, save_config, to_dict
+from rlhf.metrics import Accumulator, JsonlSink, Sink, TensorBoardSink, WandbSink, lookup, split_finite
+
+logger = logging.getLogger(__name__)
+
+PHASES = ("rollout", "score", "update", "eval")
+_OUR_LOGGERS = ("rlhf", "step1_sft", "step2_reward", "step3_ppo", "__main__")
+_RECORDS = ("metrics.jsonl", "samples.jsonl", "histograms.json", "result.json", "state", "model")
+_SAMPLE_KEYS = {"prompt", "response", "stopped", "score", "gold"}
+
+
+class StageConfig(Protocol):
+    """What Run needs of a stage's config."""
+
+    @property
+    def run(self) -> RunConfig:
+        """Folder, seed, cadence and sinks."""
+
+
+@dataclass
+class Totals:
+    """Sums since the run began, earlier attempts included; equal on all ranks."""
+
+    tokens: float = 0.0
+    train_seconds: float = 0.0
+    startup_seconds: float = 0.0
+    wall_seconds: float = 0.0
+    phase_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys((*PHASES, "other"), 0.0))
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Real tokens of all ranks per wall second of training."""
+        return self.tokens / self.train_seconds if self.train_seconds else 0.0
+
+
+class Clock:
+    """Seconds of each phase on this rank since the last `lap`."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self.phase: str | None = None
+        self.lap_start: float | None = None
+
+    @contextmanager
+    def timer(self, phase: str) -> Iterator[None]:
+        """Count the block for `phase`; a timer inside another one counts for the outer one."""
+        if phase not in self.seconds:
+            raise ValueError(f"timer {phase!r} is not one of {', '.join(PHASES)}. Use one of them.")
+        if self.phase is not None:
+            yield
+            return
+        _synchronise()
+        start = time.perf_counter()
+        if self.lap_start is None:
+            self.lap_start = start
+        self.phase = phase
+        try:
+            yield
+            _synchronise()
+        finally:
+            self.seconds[phase] += time.perf_counter() - start
+            self.phase = None
+
+    def lap(self) -> dict[str, float]:
+        """Seconds since the last call: each phase, `other` (outside of all), `train` (all but eval); starts again."""
+        now = time.perf_counter()
+        wall = 0.0 if self.lap_start is None else now - self.lap_start
+        lap = {
+            **self.seconds,
+            "other": max(0.0, wall - sum(self.seconds.values())),
+            "train": wall - self.seconds["eval"],
+        }
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self.lap_start = now if self.lap_start is not None else None
+        return lap
+
+
+class Run:
+    """One attempt at one stage. `Run.start` makes it; all ranks call its methods, in the same order."""
+
+    def __init__(self, config: RunConfig, *, stage: str, num_steps: int, sinks: Sequence[Sink], started: float) -> None:
+        self.config = config
+        self.stage = stage
+        self.num_steps = num_steps
+        self.folder = Path(config.out_dir)
+        self.metrics = Accumulator()
+        self.totals = Totals()
+        self._sinks = sinks
+        self._started = started
+        self._clock = Clock()
+        self._tokens = 0
+        self._logged_step = 0
+        self._starting_up = True
+        self._progress: dict[str, Any] = {"step": 0, "num_steps": num_steps, "phase": "start"}
+
+    @classmethod
+    def start(
+        cls, cfg: StageConfig, *, stage: str, ds_configs: Mapping[str, Mapping[str, Any]], num_steps: int
+    ) -> "Run":
+        """Make the folder, write the resolved configs, open log and sinks, seed the generators.
+
+        Args:
+            cfg: the stage's config.
+            stage: name of the stage, e.g. step1_sft.
+            ds_configs: resolved DeepSpeed config of each role; role "" gives `ds_config.json`.
+            num_steps: optimiser steps (PPO steps in step 3) of the whole run.
+
+        Raises:
+            FileExistsError: the folder holds a run's files and run.resume is false.
+            FileNotFoundError: run.resume is true and there is no state to resume from.
+        """
+        started = time.perf_counter()
+        config, folder = cfg.run, Path(cfg.run.out_dir)
+        _claim_folder(folder, resume=config.resume)
+        _configure_logging(folder)
+        _seed(config.seed)
+        sinks: list[Sink] = []
+        if distributed.is_main():
+            save_config(cfg, folder / "config.yaml")
+            for role, ds_config in ds_configs.items():
+                artifacts.write_json(folder / (f"ds_config_{role}.json" if role else "ds_config.json"), ds_config)
+            artifacts.write_json(folder / "environment.json", environment(stage=stage, seed=config.seed))
+            sinks.append(JsonlSink(folder / "metrics.jsonl"))
+            if config.tensorboard:
+                sinks.append(TensorBoardSink(folder / "tensorboard"))
+            if config.wandb_project:
+                name = f"{folder.resolve().parent.name}/{stage}"
+                sinks.append(WandbSink(folder, project=config.wandb_project, name=name, config=to_dict(cfg)))
+        run = cls(config, stage=stage, num_steps=num_steps, sinks=sinks, started=started)
+        run._write_progress("start")
+        logger.info("%s: %d steps on %d ranks, seed %d, folder %s", stage, num_steps, distributed.world_size(),
+                    config.seed, folder)  # fmt: skip
+        return run
+
+    @contextmanager
+    def timer(self, phase: str) -> Iterator[None]:
+        """Add the block's seconds to `time/<phase>_seconds`, the accelerator synchronised at both ends."""
+        if phase == "eval" and self._clock.phase is None:
+            self._write_progress("eval")
+        with self._clock.timer(phase):
+            yield
+
+    def count_tokens(self, num_tokens: int) -> None:
+        """Count real tokens (no padding) that this rank trained on."""
+        self._tokens += num_tokens
+
+    def every(self, interval: int, step: int) -> bool:
+        """Whether something that happens every `interval` steps is due after `step` steps; 0 is never."""
+        return interval > 0 and step > 0 and step % interval == 0
+
+    def seed_for(self, name: str, step: int) -> int:
+        """A seed below 2^63 that depends on run.seed, `name` and `step` alone: same on all ranks and after a resume."""
+        digest = hashlib.sha256(f"{self.config.seed}/{name}/{step}".encode()).digest()
+        return int.from_bytes(digest[:8], "big") >> 1
+
+    def log(self, step: int) -> None:
+        """Write the train line after `step` steps if it is due: by run.log_every, before a save, or as the last one."""
+        due = self.every(self.config.log_every, step) or self.every(self.config.save_every, step)
+        if not due and step != self.num_steps:
+            return
+        values = self._reduce(num_steps=step - self._logged_step)
+        self._logged_step = step
+        mean_seconds = self.totals.train_seconds / step if step else 0.0
+        self._progress = {
+            "step": step,
+            "num_steps": self.num_steps,
+            **{key: values[name] for key, name in (("loss", "train/loss"), ("score", "ppo/score")) if name in values},
+            "tokens_per_second": values["speed/tokens_per_second"],
+            "eta_seconds": mean_seconds * (self.num_steps - step),
+        }
+        self._write("train", step, values)
+        self._write_progress("train")
+        logger.info("%s", _line(step, self.num_steps, values))
+
+    def log_eval(self, step: int, values: Mapping[str, float]) -> None:
+        """Write the eval line of the model after `step` steps; the values are over all ranks already."""
+        for name in values:
+            lookup(name)
+        self._write("eval", step, values)
+        logger.info("eval after %d steps  %s", step, "  ".join(f"{name} {_short(v)}" for name, v in values.items()))
+
+    def write_samples(self, when: str, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Write rank 0's list to samples.jsonl in place of the samples of the same `when` (before or after)."""
+        for sample in samples:
+            if set(sample) != _SAMPLE_KEYS:
+                raise ValueError(f"a sample has the keys {sorted(sample)}, but needs {sorted(_SAMPLE_KEYS)}.")
+        if not distributed.is_main():
+            return
+        path = self.folder / "samples.jsonl"
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        kept = [line for line in lines if json.loads(line)["when"] != when]
+        kept += [json.dumps({"when": when, **_jsonable(sample)}, ensure_ascii=False) for sample in samples]
+        _replace_text(path, "".join(f"{line}\n" for line in kept))
+
+    def write_histograms(self, histograms: Mapping[str, Any]) -> None:
+        """Add or replace entries of histograms.json, from rank 0."""
+        if not distributed.is_main():
+            return
+        path = self.folder / "histograms.json"
+        old = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        artifacts.write_json(path, {**old, **histograms})
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs of this one; call after `log` of the same step."""
+        self.totals.wall_seconds += self._lap_wall()
+        return {"step": self._logged_step, "totals": _totals_to_dict(self.totals)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on after the saved step: totals are restored, records of later steps are dropped."""
+        self.totals = Totals(**state["totals"])
+        self._logged_step = int(state["step"])
+        self._progress.update(step=self._logged_step)
+        if distributed.is_main():
+            path = self.folder / "metrics.jsonl"
+            lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+            kept = [line for line in lines if _step_of(line) <= self._logged_step]
+            _replace_text(path, "".join(f"{line}\n" for line in kept))
+        logger.info("resumed after step %d of %d", self._logged_step, self.num_steps)
+
+    def finish(self, metrics: Mapping[str, float], model_dir: str | Path) -> None:
+        """Write result.json, which marks the stage as done, and close the sinks.
+
+        Args:
+            metrics: the stage's entries of summary.json.
+            model_dir: the model folder, written as a path relative to the stage's folder.
+        """
+        self._reduce(num_steps=0)
+        self.totals.wall_seconds += self._lap_wall()
+        finite, notes = split_finite(metrics)
+        result: dict[str, Any] = {
+            "status": "done",
+            "stage": self.stage,
+            "seconds": self.totals.wall_seconds,
+            "tokens_per_second": self.totals.tokens_per_second,
+            "num_tokens": int(self.totals.tokens),
+            "train_seconds": self.totals.train_seconds,
+            "phase_seconds": {"startup": self.totals.startup_seconds, **self.totals.phase_seconds},
+            "world_size": distributed.world_size(),
+            "model_dir": os.path.relpath(model_dir, self.folder),
+            "metrics": finite,
+        }
+        if notes:
+            result["notes"] = notes
+        if distributed.is_main():
+            artifacts.write_json(self.folder / "result.json", result)
+        self._write_progress("done")
+        logger.info("%s done in %.1f s: %s", self.stage, self.totals.wall_seconds, finite)
+        for sink in self._sinks:
+            sink.close()
+        distributed.barrier()
+
+    def _reduce(self, *, num_steps: int) -> dict[str, float]:
+        """Bring the ranks' windows together, add them to the totals, and name what they say."""
+        startup = 0.0
+        if self._starting_up and self._clock.lap_start is not None:
+            startup = self._clock.lap_start - self._started
+            self._starting_up = False
+        lap = self._clock.lap()
+        reduced = self.metrics.reduce(
+            totals={"tokens": self._tokens}, maxima={**lap, "startup": startup, "memory": float(peak_memory_bytes())}
+        )
+        self._tokens = 0
+        tokens, seconds = reduced.totals["tokens"], reduced.maxima
+        self.totals.tokens += tokens
+        if num_steps:  # what follows the last step is export and evaluation
+            self.totals.train_seconds += seconds["train"]
+        self.totals.startup_seconds += seconds["startup"]
+        for phase in self.totals.phase_seconds:
+            self.totals.phase_seconds[phase] += seconds[phase]
+        values = dict(reduced.means)
+        if num_steps:
+            values["time/step_seconds"] = seconds["train"] / num_steps
+        values.update(
+            {f"time/{phase}_seconds": seconds[phase] for phase in self.totals.phase_seconds if seconds[phase]}
+        )
+        values["speed/tokens_per_second"] = tokens / seconds["train"] if seconds["train"] > 0 else 0.0
+        values["memory/peak_bytes"] = seconds["memory"]
+        return values
+
+    def _lap_wall(self) -> float:
+        """Seconds of this process since `start` or the last call."""
+        now = time.perf_counter()
+        seconds, self._started = now - self._started, now
+        return seconds
+
+    def _write(self, split: str, step: int, values: Mapping[str, float]) -> None:
+        now = time.time()
+        for sink in self._sinks:
+            sink.write(step, split, values, time=now)
+
+    def _write_progress(self, phase: str) -> None:
+        if distributed.is_main():
+            self._progress = {**self._progress, "phase": phase}
+            progress, _ = split_finite({key: v for key, v in self._progress.items() if key != "phase"})
+            artifacts.write_json(self.folder / "progress.json", {**progress, "phase": phase})
+
+
+def environment(*, stage: str, seed: int) -> dict[str, Any]:
+    """Where and how a run was started, for its report."""
+    device = distributed.device()
+    if device.type == "cuda":
+        accelerator = torch.cuda.get_device_name(device)
+    else:
+        accelerator = "none (CPU)" if device.type == "cpu" else device.type
+    return {
+        "stage": stage,
+        "seed": seed,
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": shlex.join([Path(sys.executable).name, *_argv()]),
+        "world_size": distributed.world_size(),
+        "hardware": {
+            "accelerator": accelerator,
+            "cpu": _cpu_name(),
+            "cpu_count": os.cpu_count(),
+            "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            "platform": platform.platform(),
+        },
+        "git_commit": artifacts.git_commit(),
+        "versions": artifacts.versions(),
+    }
+
+
+def peak_memory_bytes() -> int:
+    """Most accelerator memory allocated so far by this process, or its largest resident set without an accelerator."""
+    if distributed.device().type != "cpu":
+        return int(torch.accelerator.max_memory_allocated())
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # kilobytes on Linux
+
+
+def _claim_folder(folder: Path, *, resume: bool) -> None:
+    """Rank 0 looks and makes the folder; all ranks raise its error."""
+    problem: tuple[type[OSError], str] | None = None
+    if distributed.is_main():
+        found = [name for name in _RECORDS if (folder / name).exists()]
+        state = folder / "state"
+        if resume and not (state.is_dir() and any(state.iterdir())):
+            problem = (FileNotFoundError, f"run.resume is true, but {state} holds no saved state. "
+                       "Start over with run.resume=false; run.save_every > 0 writes states.")  # fmt: skip
+        elif found and not resume:
+            kind = "a finished run" if "result.json" in found else "an unfinished run"
+            problem = (FileExistsError, f"run.out_dir={folder} holds {kind} ({', '.join(found)}). Use another "
+                       "run.out_dir, remove the folder, or continue it with run.resume=true.")  # fmt: skip
+        else:
+            folder.mkdir(parents=True, exist_ok=True)
+            # A run that goes on is not done, whatever an earlier attempt wrote.
+            (folder / "result.json").unlink(missing_ok=True)
+    problem = distributed.broadcast_object(problem)
+    if problem is not None:
+        raise problem[0](problem[1])
+
+
+class _RankFilter(logging.Filter):
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.rank = self.rank
+        return True
+
+
+def _configure_logging(folder: Path) -> None:
+    """INFO of this code on rank 0, warnings elsewhere and of libraries; to stdout and the end of log.txt."""
+    root = logging.getLogger()
+    for handler in [h for h in root.handlers if (h.name or "").startswith("rlhf.")]:
+        root.removeHandler(handler)
+        handler.close()
+    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stdout)]
+    if folder.is_dir():  # on another node without a shared disk there is none
+        handlers.append(logging.FileHandler(folder / "log.txt", mode="a", encoding="utf-8", delay=True))
+    for i, handler in enumerate(handlers):
+        handler.set_name(f"rlhf.{i}")
+        handler.addFilter(_RankFilter(distributed.rank()))
+        handler.setFormatter(logging.Formatter("%(asctime)s [rank %(rank)d] %(levelname)s %(name)s: %(message)s"))
+        root.addHandler(handler)
+    for name in _OUR_LOGGERS:
+        logging.getLogger(name).setLevel(logging.INFO if distributed.is_main() else logging.WARNING)
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def _synchronise() -> None:
+    if distributed.device().type != "cpu":
+        torch.accelerator.synchronize()
+
+
+def _argv() -> list[str]:
+    """Arguments after the interpreter, as typed: `-m package.module ...` instead of a file's path."""
+    return list(getattr(sys, "orig_argv", [sys.executable, *sys.argv]))[1:]
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _totals_to_dict(totals: Totals) -> dict[str, Any]:
+    return {**vars(totals), "phase_seconds": dict(totals.phase_seconds)}
+
+
+def _replace_text(path: Path, text: str) -> None:
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)
+
+
+def _step_of(line: str) -> int:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError):
+        return sys.maxsize  # cut short by a crash, so of no saved step
+
+
+def _jsonable(sample: Mapping[str, Any]) -> dict[str, Any]:
+    """A sample with null in place of numbers that are not finite."""
+    return {k: None if isinstance(v, float) and v - v != 0 else v for k, v in sample.items()}
+
+
+def _short(value: float) -> str:
+    return f"{value:.4g}"
+
+
+def _line(step: int, num_steps: int, values: Mapping[str, float]) -> str:
+    shown = [f"{name} {_short(v)}" for name, v in values.items() if not name.startswith(("time/", "memory/", "speed/"))]
+    speed = f"{values['speed/tokens_per_second']:.0f} tokens/s"
+    seconds = f"{values['time/step_seconds']:.2f} s/step" if "time/step_seconds" in values else ""
+    return "  ".join([f"step {step}/{num_steps}", *shown, speed, seconds]).rstrip()

@@ -272,10 +272,11 @@ def _write(meta: dict[str, Any], *, answer: str, tone: Tone, num_fillers: int, r
 def gold_score(meta: dict[str, Any], response: str, *, stopped: bool) -> float:
     """Score a response in [0, 1] by its sentences.
 
-    0.5 for stating the right answer once and no other, 0.2 for tone (0.5 of it if neutral, 0.25 with a wrong name, none
-    with any rude word), 0.2 for brevity (falls with the words beside the answer and one courtesy, none at 30), 0.1 for
-    ending on a full stop before the token limit. All of it is scaled by the share of words in sentences that belong to
-    the task, so noise and word salad cost everything, and by 0.3 if the question is not addressed at all.
+    0.5 for stating the right answer and no other (said n times: 0.5 / n), 0.2 for tone (half if neutral, a quarter
+    with a wrong name, none with any rude word), 0.2 for brevity (falls with the words beside the answer and one
+    courtesy, none at 30), 0.1 for ending on a full stop before the token limit. All of it is scaled by the share of
+    words in sentences that belong to the task, so noise and word salad cost everything, and by 0.3 if the question is
+    not addressed.
 
     Args:
         meta: `topic`, `claim`, `answer` and `name` of the record.
@@ -285,7 +286,7 @@ def gold_score(meta: dict[str, Any], response: str, *, stopped: bool) -> float:
     facts = _read(meta, response)
     if facts.num_words == 0:
         return 0.0
-    correct = 1.0 if facts.stated == {meta["answer"].casefold()} else 0.0
+    correct = 1.0 / len(facts.stated) if set(facts.stated) == {meta["answer"].casefold()} else 0.0
     tone = 0.0 if facts.rude else 1.0 if facts.kind else 0.25 if facts.misnamed else 0.5
     concise = max(0.0, 1.0 - facts.num_excess_words / RAMBLING_WORDS)
     ended = 1.0 if stopped and response.rstrip()[-1] in ".!?" else 0.0
@@ -298,7 +299,7 @@ def gold_score(meta: dict[str, Any], response: str, *, stopped: bool) -> float:
 class _Reading:
     """What the sentences of a response say."""
 
-    stated: set[str]
+    stated: list[str]
     kind: bool = False
     misnamed: bool = False
     rude: bool = False
@@ -311,7 +312,7 @@ def _read(meta: dict[str, Any], response: str) -> _Reading:
     name = meta["name"].casefold()
     claim = meta["claim"].casefold() + " "
     answers = {answer.casefold() for answer in TOPICS[meta["topic"]].answers}
-    facts = _Reading(stated=set())
+    facts = _Reading(stated=[])
     for sentence in _sentences(response):
         num_words = len(sentence.split())
         facts.num_words += num_words
@@ -321,9 +322,8 @@ def _read(meta: dict[str, Any], response: str) -> _Reading:
             if stated not in answers:
                 manner = "noise"  # the start of a claim followed by anything is no answer, right or wrong
             else:
-                # A second claim is excess even if it repeats the first.
                 facts.num_excess_words += num_words if facts.stated else 0
-                facts.stated.add(stated)
+                facts.stated.append(stated)
         else:
             manner = _manner(sentence, name, COURTESIES, RUDE_REMARKS)
             first_courtesy = manner in ("kind", "misnamed") and not (facts.kind or facts.misnamed)

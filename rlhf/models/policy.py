@@ -1,0 +1,155 @@
+"""A causal language model as a policy: log-probability and entropy of chosen tokens, without the logits of all.
+
+Only the hidden states before target tokens go through the head, and of those only `chunk_tokens` at a time are ever
+logits in float32; the backward pass recomputes them (torch.utils.checkpoint, non-reentrant).
+
+All chunks are computed inside ONE call of the head module. Under ZeRO-3 a call of a module gathers its weights over all
+ranks, so the number of calls has to be equal on all ranks, while the number of target tokens is not. One call is one
+gather in the forward and one in the backward pass, however many chunks (or none: an empty micro-batch) a rank has.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from rlhf.config import SamplingConfig
+from rlhf.models.backbone import base_of, hidden_states
+from rlhf.ops import entropy_from_logits, transform_logits
+
+
+@dataclass(frozen=True)
+class PolicyOutput:
+    """Statistics of target tokens, float32, nats; 0 at all other tokens."""
+
+    logprob_BT: Tensor
+    """Log-probability of token t given the tokens before it, under the sampling distribution if one was given."""
+    entropy_BT: Tensor
+    """Entropy of the distribution that token t was drawn from."""
+    greedy_BT: Tensor
+    """bool: token t is the most likely one."""
+
+
+class Policy(nn.Module):
+    """Scores tokens under a Hugging Face causal LM (`.model`, adapters included)."""
+
+    def __init__(self, model: nn.Module, *, chunk_tokens: int = 1024) -> None:
+        super().__init__()
+        self.model = model
+        self.chunk_tokens = chunk_tokens
+
+    @property
+    def config(self) -> Any:
+        """Config of the Hugging Face model."""
+        return cast(Any, self.model).config
+
+    def forward(
+        self,
+        token_ids_BT: Tensor,
+        attention_mask_BT: Tensor,
+        position_ids_BT: Tensor,
+        target_mask_BT: Tensor,
+        sampling: SamplingConfig | None = None,
+        response_position_BT: Tensor | None = None,
+        stop_token_ids: Sequence[int] = (),
+    ) -> PolicyOutput:
+        """Score the tokens of `target_mask_BT`.
+
+        Args:
+            token_ids_BT: tokens, padded on either side.
+            attention_mask_BT: True on real tokens.
+            position_ids_BT: `ops.position_ids_from_mask` of it, or positions inside a packed row.
+            target_mask_BT: True on tokens to score; never a row's first token, which nothing predicts.
+            sampling: score under the distribution that sampling draws from; None scores under the model's own.
+            response_position_BT: index of a token in its response; needed if sampling has min_new_tokens.
+            stop_token_ids: all ids that end a response.
+        """
+        hidden_BTD = hidden_states(
+            self.model, token_ids_BT=token_ids_BT, attention_mask_BT=attention_mask_BT, position_ids_BT=position_ids_BT
+        )
+        row_S, before_S = target_mask_BT[:, 1:].nonzero(as_tuple=True)
+        column_S = before_S + 1
+        token_S = token_ids_BT[row_S, column_S]
+        position_S = (
+            torch.zeros_like(token_S) if response_position_BT is None else response_position_BT[row_S, column_S]
+        )
+
+        def statistics(logits_CV: Tensor, token_C: Tensor, position_C: Tensor) -> tuple[Tensor, ...]:
+            logits_CV = final_logits(self.config, logits_CV.float())
+            if sampling is not None:
+                logits_CV = transform_logits(
+                    logits_CV,
+                    sampling,
+                    response_position_S=position_C,
+                    stop_token_ids=stop_token_ids,
+                    keep_token_S=token_C,
+                )
+            logprob_C = logits_CV.gather(-1, token_C[:, None]).squeeze(-1) - logits_CV.logsumexp(dim=-1)
+            return logprob_C, entropy_from_logits(logits_CV), logits_CV.argmax(dim=-1) == token_C
+
+        head = cast(Any, base_of(self.model)).get_output_embeddings()
+        # An adapter on the head is a module of several modules, each with its own gather: then all in one chunk.
+        chunk_tokens = self.chunk_tokens if type(head) is nn.Linear else max(1, len(token_S))
+        logprob_S, entropy_S, greedy_S = _in_chunks(
+            head, statistics, hidden_BTD[row_S, before_S], token_S, position_S, chunk_tokens=chunk_tokens
+        )
+        zero_BT = torch.zeros(token_ids_BT.shape, dtype=torch.float32, device=token_ids_BT.device)
+        return PolicyOutput(
+            logprob_BT=zero_BT.index_put((row_S, column_S), logprob_S),
+            entropy_BT=zero_BT.index_put((row_S, column_S), entropy_S),
+            greedy_BT=torch.zeros_like(target_mask_BT).index_put((row_S, column_S), greedy_S),
+        )
+
+
+def final_logits(config: Any, logits_SV: Tensor) -> Tensor:
+    """Logits of the model from its head's output: the scaling or capping some families put between the two."""
+    if (scale := getattr(config, "logit_scale", None)) is not None:  # Cohere
+        logits_SV = logits_SV * scale
+    if (divisor := getattr(config, "logits_scaling", None)) is not None:  # Granite
+        logits_SV = logits_SV / divisor
+    if (multiplier := getattr(config, "lm_head_multiplier", None)) is not None:  # Falcon-H1
+        logits_SV = logits_SV * multiplier
+    if (cap := getattr(config, "final_logit_softcapping", None)) is not None:  # Gemma 2
+        logits_SV = torch.tanh(logits_SV / cap) * cap
+    return logits_SV
+
+
+def _in_chunks(
+    head: nn.Module,
+    statistics: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]],
+    hidden_SD: Tensor,
+    token_S: Tensor,
+    position_S: Tensor,
+    *,
+    chunk_tokens: int,
+) -> tuple[Tensor, ...]:
+    """Statistics of the head's logits, chunk by chunk, inside one call of the head (see the module's docstring).
+
+    For the length of that call the head's `forward` is replaced, so that its hooks see one call and the weights stay
+    gathered for every chunk, in the backward pass too.
+    """
+    to_logits = head.forward
+
+    def chunk(hidden_CD: Tensor, token_C: Tensor, position_C: Tensor) -> tuple[Tensor, ...]:
+        return statistics(to_logits(hidden_CD), token_C, position_C)
+
+    def all_chunks(hidden_SD: Tensor) -> tuple[Tensor, ...]:
+        pieces = zip(*(torch.split(x, chunk_tokens) for x in (hidden_SD, token_S, position_S)), strict=True)
+        if torch.is_grad_enabled():
+            outputs = [checkpoint(chunk, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces]
+        else:
+            outputs = [chunk(*piece) for piece in pieces]
+        return tuple(torch.cat(parts) for parts in zip(*outputs, strict=True))
+
+    replaced = head.__dict__.get("forward")
+    head.forward = all_chunks
+    try:
+        return cast(tuple[Tensor, ...], head(hidden_SD))
+    finally:
+        if replaced is None:
+            del head.forward  # the class's own method shows again
+        else:
+            head.forward = replaced

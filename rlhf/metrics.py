@@ -266,16 +266,16 @@ class TensorBoardSink:
             raise ImportError(
                 f"run.tensorboard is true, but {error}. pip install tensorboard, or set it false."
             ) from error
-        self._writer = SummaryWriter(log_dir=str(folder))  # type: ignore[no-untyped-call]
+        self._writer = SummaryWriter(log_dir=str(folder))
 
     def write(self, step: int, split: str, values: Mapping[str, float], *, time: float) -> None:
         """Add one scalar for each value."""
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step, walltime=time)  # type: ignore[no-untyped-call]
+            self._writer.add_scalar(name, value, step, walltime=time)
 
     def close(self) -> None:
         """Flush and close the event file."""
-        self._writer.close()  # type: ignore[no-untyped-call]
+        self._writer.close()
 
 
 class WandbSink:
@@ -323,10 +323,10 @@ def markdown() -> str:
         "",
         "Written from `METRICS` in `rlhf/metrics.py` by `python -m rlhf.metrics > docs/metrics.md`; edit the registry.",
         "",
-        "`metrics.jsonl` in a stage's folder holds one JSON object a line: `step` (0: before training), `split` (`train`",
-        "or `eval`), `time` (Unix seconds), then the names below. A mean is one sum over one count, over all ranks and",
-        "micro-batches since the last line. A value that does not exist is left out; one that is not finite is `null`,",
-        "and the line's `notes` says whether it was `nan`, `inf` or `-inf`. `<source>` is the name of a data source.",
+        "`metrics.jsonl` in a stage's folder holds one JSON object a line: `step` (0: before training), `split`",
+        "(`train` or `eval`), `time` (Unix seconds), then the names below. A mean is one sum over one count, over all",
+        "ranks and micro-batches since the last line. A value that does not exist is left out; one that is not finite",
+        "is `null`, and `notes` says whether it was `nan`, `inf` or `-inf`. `<source>` is the name of a data source.",
         "",
         "| Name | Unit | Better | Definition |",
         "|---|---|---|---|",

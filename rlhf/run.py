@@ -15,20 +15,23 @@ import resource
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from rlhf import artifacts, distributed
 from rlhf.config import RunConfig, save_config, to_dict
 from rlhf.metrics import Accumulator, JsonlSink, Sink, TensorBoardSink, WandbSink, lookup, split_finite
 
 logger = logging.getLogger(__name__)
+
+Batch = TypeVar("Batch")
 
 PHASES = ("rollout", "score", "update", "eval")
 _OUR_LOGGERS = ("rlhf", "step1_sft", "step2_reward", "step3_ppo", "__main__")
@@ -115,9 +118,10 @@ class Run:
         self._sinks = sinks
         self._started = started
         self._clock = Clock()
-        self._tokens = 0
+        self._tokens: Tensor | int = 0
         self._logged_step = 0
         self._starting_up = True
+        self._first_step = 0
         self._progress: dict[str, Any] = {"step": 0, "num_steps": num_steps, "phase": "start"}
 
     @classmethod
@@ -167,9 +171,26 @@ class Run:
         with self._clock.timer(phase):
             yield
 
-    def count_tokens(self, num_tokens: int) -> None:
-        """Count real tokens (no padding) that this rank trained on."""
-        self._tokens += num_tokens
+    @property
+    def first_step(self) -> int:
+        """Steps that an earlier attempt has made; 0 without a resume."""
+        return self._first_step
+
+    def steps(self, batches: Iterable[Batch]) -> Iterator[tuple[int, Batch]]:
+        """Number the batches by the steps that will have been made after them, from `first_step` + 1 on."""
+        return enumerate(batches, start=self._first_step + 1)
+
+    def count_batch(self, attention_mask_BT: Tensor) -> None:
+        """Count the real tokens of a micro-batch that is trained on, and the share of its positions that are padding."""
+        num_tokens = attention_mask_BT.sum()
+        self._tokens = self._tokens + num_tokens
+        num_positions = attention_mask_BT.numel()
+        self.metrics.add({"data/padding_frac": (num_positions - num_tokens, num_positions)})
+
+    def write_data_report(self, report: Mapping[str, Any]) -> None:
+        """Write data.json, from rank 0: which rows were kept, cut and dropped, and why."""
+        if distributed.is_main():
+            artifacts.write_json(self.folder / "data.json", report)
 
     def every(self, interval: int, step: int) -> bool:
         """Whether something that happens every `interval` steps is due after `step` steps; 0 is never."""
@@ -235,7 +256,7 @@ class Run:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on after the saved step: totals are restored, records of later steps are dropped."""
         self.totals = Totals(**state["totals"])
-        self._logged_step = int(state["step"])
+        self._logged_step = self._first_step = int(state["step"])
         self._progress.update(step=self._logged_step)
         if distributed.is_main():
             path = self.folder / "metrics.jsonl"
@@ -284,7 +305,8 @@ class Run:
             self._starting_up = False
         lap = self._clock.lap()
         reduced = self.metrics.reduce(
-            totals={"tokens": self._tokens}, maxima={**lap, "startup": startup, "memory": float(peak_memory_bytes())}
+            totals={"tokens": float(self._tokens)},
+            maxima={**lap, "startup": startup, "memory": float(peak_memory_bytes())},
         )
         self._tokens = 0
         tokens, seconds = reduced.totals["tokens"], reduced.maxima

@@ -1,0 +1,321 @@
+import json
+import logging
+import math
+import random
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from rlhf import distributed
+from rlhf import run as run_module
+from rlhf.config import RunConfig
+from rlhf.run import Run
+
+
+@dataclass(frozen=True)
+class Config:
+    run: RunConfig
+    deepspeed: str = "cpu"
+
+
+def start(folder: Path, *, num_steps: int = 4, **run) -> Run:
+    config = Config(run=RunConfig(out_dir=str(folder), **run))
+    return Run.start(config, stage="step1_sft", ds_configs={"policy": {"zero": 1}}, num_steps=num_steps)
+
+
+def lines(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def result(folder: Path) -> dict:
+    return json.loads((folder / "result.json").read_text())
+
+
+def test_start_writes_what_a_rerun_needs(tmp_path: Path) -> None:
+    start(tmp_path / "a" / "step1_sft", seed=7)
+    folder = tmp_path / "a" / "step1_sft"
+    assert yaml.safe_load((folder / "config.yaml").read_text())["run"]["seed"] == 7
+    assert json.loads((folder / "ds_config_policy.json").read_text()) == {"zero": 1}
+    environment = json.loads((folder / "environment.json").read_text())
+    assert environment["stage"] == "step1_sft" and environment["seed"] == 7
+    assert environment["versions"]["torch"] and environment["hardware"]["cpu_count"] >= 1
+    assert "git_commit" in environment and environment["command"]
+    assert json.loads((folder / "progress.json").read_text())["phase"] == "start"
+
+
+def test_generators_are_seeded(tmp_path: Path) -> None:
+    drawn = []
+    for name in ("a", "b"):
+        start(tmp_path / name, seed=3)
+        drawn.append((random.random(), float(np.random.rand()), float(torch.rand(()))))
+    assert drawn[0] == drawn[1]
+
+
+def test_a_folder_with_a_run_is_refused(tmp_path: Path) -> None:
+    run = start(tmp_path)
+    start(tmp_path)  # an attempt that failed before its first record is no run
+    run.log(4)
+    with pytest.raises(FileExistsError, match=r"holds an unfinished run \(metrics.jsonl\).*run.resume=true"):
+        start(tmp_path)
+    run.finish({}, tmp_path / "model")
+    with pytest.raises(FileExistsError, match="holds a finished run"):
+        start(tmp_path)
+    (tmp_path / "state" / "step_4").mkdir(parents=True)
+    start(tmp_path, resume=True)
+    assert not (tmp_path / "result.json").exists()
+
+
+def test_resume_without_a_state_is_an_error(tmp_path: Path) -> None:
+    start(tmp_path).log(4)
+    with pytest.raises(FileNotFoundError, match="holds no saved state"):
+        start(tmp_path, resume=True)
+
+
+def test_refusal_reaches_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that is not the first learns of the error from it, and does not look at the disk."""
+    monkeypatch.setattr(distributed, "rank", lambda: 1)
+    monkeypatch.setattr(distributed, "broadcast_object", lambda value: (FileExistsError, "run.out_dir=x holds a run"))
+    with pytest.raises(FileExistsError, match="holds a run"):
+        start(tmp_path / "x")
+
+
+def test_train_line_holds_means_times_and_speed(tmp_path: Path) -> None:
+    run = start(tmp_path, num_steps=2)
+    with run.timer("eval"):
+        time.sleep(0.05)
+    for step in (1, 2):
+        with run.timer("rollout"):
+            time.sleep(0.02)
+        with run.timer("update"):
+            time.sleep(0.03)
+        run.metrics.add({"train/loss": (torch.tensor(6.0), 3)})
+        run.metrics.set({"train/lr": 0.1})
+        run.count_tokens(50)
+        run.log(step)
+    first, second = lines(tmp_path)
+    assert (first["step"], first["split"], first["train/loss"], first["train/lr"]) == (1, "train", 2.0, 0.1)
+    assert first["time/eval_seconds"] >= 0.05 and "time/eval_seconds" not in second
+    assert 0.02 <= first["time/rollout_seconds"] < 0.03 <= first["time/update_seconds"]
+    for line in (first, second):
+        phases = line["time/rollout_seconds"] + line["time/update_seconds"] + line["time/other_seconds"]
+        assert line["time/step_seconds"] == pytest.approx(phases, abs=1e-3)
+        assert line["speed/tokens_per_second"] == pytest.approx(50 / line["time/step_seconds"])
+        assert line["memory/peak_bytes"] > 1e6
+    progress = json.loads((tmp_path / "progress.json").read_text())
+    assert progress["loss"] == 2.0 and progress["eta_seconds"] == 0 and progress["phase"] == "train"
+
+
+def test_F32_one_speed_for_lines_progress_and_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted tokens over counted seconds; micro-batches, evaluation, start-up and export change nothing."""
+    now = [100.0]
+    monkeypatch.setattr(run_module.time, "perf_counter", lambda: now[0])
+
+    def work(run: Run, phase: str, seconds: float) -> None:
+        with run.timer(phase):
+            now[0] += seconds
+
+    run = start(tmp_path, num_steps=4, log_every=2)
+    now[0] += 1000  # start-up
+    work(run, "eval", 500)
+    for step in (1, 2, 3, 4):
+        for _ in range(2):  # two micro-batches
+            work(run, "update", 1)
+            run.count_tokens(100)
+        now[0] += 2  # outside of all phases
+        run.log(step)
+        if step == 2:
+            work(run, "eval", 300)
+    work(run, "eval", 400)
+    now[0] += 50  # export
+    run.finish({"eval_loss_after": 1.0}, tmp_path / "model")
+    assert [line["speed/tokens_per_second"] for line in lines(tmp_path)] == [50.0, 50.0]  # 400 tokens in 8 s
+    assert [line["time/step_seconds"] for line in lines(tmp_path)] == [4.0, 4.0]
+    done = result(tmp_path)
+    assert done["tokens_per_second"] == 50.0 and done["num_tokens"] == 800 and done["train_seconds"] == 16.0
+    assert done["phase_seconds"] == {
+        "startup": 1000, "rollout": 0, "score": 0, "update": 8, "eval": 1200, "other": 58
+    }  # fmt: skip
+    assert done["seconds"] == sum(done["phase_seconds"].values())
+    assert json.loads((tmp_path / "progress.json").read_text())["tokens_per_second"] == 50.0
+
+
+def test_two_ranks_in_one_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other rank, as its share of the collective's vector: 30 tokens more, and slower in the update."""
+    run = start(tmp_path, num_steps=1)
+    with run.timer("update"):
+        pass
+    run.count_tokens(10)
+    monkeypatch.setattr(distributed, "world_size", lambda: 2)
+    offset = 2 * len(run.metrics._names)
+
+    def all_sum(x: torch.Tensor) -> torch.Tensor:
+        assert x.numel() == offset + 1 + 2 * 8
+        other = torch.zeros_like(x)
+        other[offset] = 30
+        other[offset + 1 + 8 :] = 5.0  # every maximum of rank 1
+        return x + other
+
+    monkeypatch.setattr(distributed, "all_sum", all_sum)
+    run.log(1)
+    (line,) = lines(tmp_path)
+    assert line["speed/tokens_per_second"] == 40 / 5.0 and line["time/update_seconds"] == 5.0
+
+
+def test_lines_are_due_by_cadence_before_saves_and_at_the_end(tmp_path: Path) -> None:
+    run = start(tmp_path, num_steps=11, log_every=4, save_every=6)
+    for step in range(1, 12):
+        run.metrics.add({"train/loss": (float(step), 1)})
+        run.log(step)
+    assert [line["step"] for line in lines(tmp_path)] == [4, 6, 8, 11]
+    assert [line["train/loss"] for line in lines(tmp_path)] == [2.5, 5.5, 7.5, 10.0]
+    assert [step for step in range(12) if run.every(5, step)] == [5, 10]
+    assert not any(run.every(0, step) for step in range(5))
+
+
+def test_timers_nest_into_the_outer_one_and_know_their_names(tmp_path: Path) -> None:
+    run = start(tmp_path)
+    with run.timer("eval"), run.timer("rollout"):
+        time.sleep(0.01)
+    with pytest.raises(ValueError, match="'roll' is not one of rollout, score, update, eval"), run.timer("roll"):
+        pass
+    run.log(4)
+    assert lines(tmp_path)[0]["time/eval_seconds"] >= 0.01 and "time/rollout_seconds" not in lines(tmp_path)[0]
+
+
+def test_seed_for_is_a_function_of_seed_name_and_step(tmp_path: Path) -> None:
+    run = start(tmp_path / "a", seed=1)
+    assert run.seed_for("rollout", 3) == 2514889546396444710  # printf 1/rollout/3 | sha256sum, 63 bits
+    seeds = {run.seed_for(name, step) for name in ("rollout", "shuffle", "rollout/1") for step in range(50)}
+    seeds |= {start(tmp_path / "b", seed=2).seed_for("rollout", step) for step in range(50)}
+    assert len(seeds) == 200 and all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_eval_lines(tmp_path: Path) -> None:
+    run = start(tmp_path)
+    run.log_eval(0, {"eval/loss": 2.0, "eval/perplexity/hh": math.inf})
+    assert lines(tmp_path)[0]["eval/perplexity/hh"] is None and lines(tmp_path)[0]["split"] == "eval"
+    with pytest.raises(ValueError, match="not registered"):
+        run.log_eval(0, {"eval/lss": 2.0})
+
+
+def test_samples_replace_those_of_the_same_moment(tmp_path: Path) -> None:
+    run = start(tmp_path)
+
+    def sample(text: str, score: float | None = None) -> dict:
+        return {"prompt": "p", "response": text, "stopped": True, "score": score, "gold": None}
+
+    run.write_samples("before", [sample("\u00e4\n", float("nan"))])
+    run.write_samples("after", [sample("old")])
+    run.write_samples("after", [sample("new", 0.5)])
+    written = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert written == [{"when": "before", **sample("\u00e4\n")}, {"when": "after", **sample("new", 0.5)}]
+    with pytest.raises(ValueError, match="but needs"):
+        run.write_samples("after", [{"prompt": "p"}])
+
+
+def test_histograms_are_merged(tmp_path: Path) -> None:
+    run = start(tmp_path)
+    run.write_histograms({"margin": {"edges": [0, 1], "counts": [3]}})
+    run.write_histograms({"calibration": {"predicted": [0.5], "observed": [0.4], "counts": [9]}})
+    assert set(json.loads((tmp_path / "histograms.json").read_text())) == {"margin", "calibration"}
+
+
+def test_result_marks_the_stage_as_done(tmp_path: Path) -> None:
+    run = start(tmp_path)
+    run.finish({"stop_frac": 0.9, "kl": float("nan")}, tmp_path / "model")
+    done = result(tmp_path)
+    assert (done["status"], done["model_dir"]) == ("done", "model")
+    assert done["metrics"] == {"stop_frac": 0.9, "kl": None} and done["notes"] == {"kl": "nan"}
+    assert json.loads((tmp_path / "progress.json").read_text())["phase"] == "done"
+
+
+def test_F12_resumed_records_are_those_of_an_uninterrupted_run(tmp_path: Path) -> None:
+    def train(run: Run, steps: range) -> None:
+        for step in steps:
+            with run.timer("update"):
+                run.metrics.add({"train/loss": (float(step) ** 2, 1)})
+                run.count_tokens(step)
+            run.log(step)
+            run.log_eval(step, {"eval/loss": step * 1.0})
+
+    def numbers(folder: Path) -> list:
+        timing = ("time", "speed", "memory")
+        return [{k: v for k, v in line.items() if not k.startswith(timing)} for line in lines(folder)]
+
+    whole = start(tmp_path / "whole", num_steps=6)
+    train(whole, range(1, 7))
+    whole.finish({}, tmp_path / "model")
+
+    folder = tmp_path / "parts"
+    first = start(folder, num_steps=6, save_every=3)
+    train(first, range(1, 4))
+    state = json.loads(json.dumps(first.state_dict()))
+    train(first, range(4, 6))  # goes on, then dies in the middle of a line
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "spl')
+    (folder / "state" / "step_3").mkdir(parents=True)
+    second = start(folder, num_steps=6, save_every=3, resume=True)
+    second.load_state_dict(state)
+    train(second, range(4, 7))
+    second.finish({}, folder / "model")
+    assert numbers(folder) == numbers(tmp_path / "whole")
+    assert result(folder)["num_tokens"] == result(tmp_path / "whole")["num_tokens"] == 21
+
+
+def test_log_goes_on_in_the_same_file_and_carries_the_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """F11: a second attempt does not erase the log of the first."""
+    start(tmp_path)
+    start(tmp_path)
+    logging.getLogger("some.library").info("chatter")
+    logging.getLogger("rlhf.x").info("once")
+    text = (tmp_path / "log.txt").read_text()
+    assert text.count("4 steps on 1 ranks") == 2
+    assert text.count("once") == 1 and "chatter" not in text and "[rank 0] INFO rlhf.x: once" in text
+    assert capsys.readouterr().out.count("once") == 1
+
+
+def test_other_ranks_write_warnings_only(tmp_path: Path) -> None:
+    code = f"""
+import logging
+from rlhf.config import RunConfig
+from rlhf import distributed
+distributed.rank = lambda: 1
+distributed.is_main = lambda: False
+distributed.broadcast_object = lambda value: value
+import types
+from rlhf.run import Run
+cfg = types.SimpleNamespace(run=RunConfig(out_dir={str(tmp_path)!r}))
+run = Run.start(cfg, stage="step1_sft", ds_configs={{}}, num_steps=1)
+run.write_samples("after", [])
+logging.getLogger("rlhf.x").info("quiet")
+logging.getLogger("rlhf.x").warning("loud")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "[rank 1] WARNING rlhf.x: loud" in done.stdout and "quiet" not in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["log.txt"]
+
+
+def test_tensorboard_gets_the_same_lines(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    run = start(tmp_path, tensorboard=True)
+    run.log_eval(0, {"eval/loss": 2.0})
+    run.finish({}, tmp_path / "model")
+    assert list((tmp_path / "tensorboard").iterdir())
+
+
+def test_wandb_offline_takes_the_same_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    run = start(tmp_path, wandb_project="test")
+    run.log(4)
+    run.log_eval(4, {"eval/loss": 2.0})
+    run.finish({}, tmp_path / "model")
+    assert len(lines(tmp_path)) == 2

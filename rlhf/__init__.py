@@ -8,6 +8,6 @@ Shape legend. Tensors carry their logical shape as a suffix; 0-d tensors carry n
     D  hidden size                          S  tokens selected out of [B, T], flat
 
 Masks are bool, named by what is True, and made from lengths, never from token ids. Column i of a `*_BR` tensor is
-response token i; column t of a `*_BT` tensor is token t of the row: `logprob_BT[:, t]` is the log-probability of token t
-given the tokens before it. Log-probabilities, entropy and KL are in nats.
+response token i; column t of a `*_BT` tensor is token t of the row: `logprob_BT[:, t]` is the log-probability of
+token t given the tokens before it. Log-probabilities, entropy and KL are in nats.
 """

@@ -18,6 +18,7 @@ from rlhf import distributed
 
 Number = int | float
 Stat = tuple[Tensor | Number, Tensor | Number]
+Stats = dict[str, Stat]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +183,7 @@ class Accumulator:
             self._values[name] = value.detach() if isinstance(value, Tensor) else value
 
     def reduce(
-        self, *, totals: Mapping[str, float] | None = None, maxima: Mapping[str, float] | None = None
+        self, *, totals: Mapping[str, Tensor | Number] | None = None, maxima: Mapping[str, float] | None = None
     ) -> Reduced:
         """Means over all ranks since the last call, with one collective; starts the next window.
 
@@ -195,11 +196,13 @@ class Accumulator:
         # A sum gives maxima too, when each rank fills its own slots and leaves the others' 0.
         slots = [0.0] * (world * len(maxima))
         slots[rank * len(maxima) : (rank + 1) * len(maxima)] = list(maxima.values())
-        vector = torch.tensor([0.0] * (2 * num) + list(totals.values()) + slots, dtype=_dtype(distributed.device()))
+        vector = torch.tensor([0.0] * (2 * num + len(totals)) + slots, dtype=_dtype(distributed.device()))
         vector = vector.to(distributed.device())
         for name, pair in self._stats.items():
             for offset, number in zip((0, num), pair, strict=True):
                 vector[self._index[name] + offset] = number
+        for i, number in enumerate(totals.values()):
+            vector[2 * num + i] = number
         numbers = distributed.all_sum(vector).tolist()
         means = {name: numbers[i] / numbers[num + i] for i, name in enumerate(self._names) if numbers[num + i] != 0}
         means.update({name: float(value) for name, value in self._values.items()})

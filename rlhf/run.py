@@ -120,6 +120,7 @@ class Run:
         self._clock = Clock()
         self._tokens: Tensor | int = 0
         self._logged_step = 0
+        self._first_step = 0
         self._starting_up = True
         self._first_step = 0
         self._progress: dict[str, Any] = {"step": 0, "num_steps": num_steps, "phase": "start"}
@@ -180,17 +181,27 @@ class Run:
         """Number the batches by the steps that will have been made after them, from `first_step` + 1 on."""
         return enumerate(batches, start=self._first_step + 1)
 
-    def count_batch(self, attention_mask_BT: Tensor) -> None:
-        """Count the real tokens of a micro-batch that is trained on, and the share of its positions that are padding."""
-        num_tokens = attention_mask_BT.sum()
-        self._tokens = self._tokens + num_tokens
-        num_positions = attention_mask_BT.numel()
-        self.metrics.add({"data/padding_frac": (num_positions - num_tokens, num_positions)})
+    @property
+    def first_step(self) -> int:
+        """Steps that an earlier attempt has taken; 0 unless resumed."""
+        return self._first_step
 
-    def write_data_report(self, report: Mapping[str, Any]) -> None:
-        """Write data.json, from rank 0: which rows were kept, cut and dropped, and why."""
-        if distributed.is_main():
-            artifacts.write_json(self.folder / "data.json", report)
+    def steps(self, batches: Iterable[Batch]) -> Iterator[tuple[int, Batch]]:
+        """The batches that are left, each with the number of steps there will have been after it."""
+        for step, batch in enumerate(batches, start=self._first_step + 1):
+            if step > self.num_steps:
+                return
+            yield step, batch
+
+    def count_tokens(self, num_tokens: Tensor | int) -> None:
+        """Count real tokens (no padding) that this rank trained on; a tensor stays on its device."""
+        self._tokens = self._tokens + num_tokens
+
+    def count_batch(self, attention_mask_BT: Tensor) -> None:
+        """Count a micro-batch's real tokens and its share of padding."""
+        num_tokens = attention_mask_BT.sum()
+        self.count_tokens(num_tokens)
+        self.metrics.add({"data/padding_frac": (attention_mask_BT.numel() - num_tokens, attention_mask_BT.numel())})
 
     def every(self, interval: int, step: int) -> bool:
         """Whether something that happens every `interval` steps is due after `step` steps; 0 is never."""
@@ -247,6 +258,11 @@ class Run:
         path = self.folder / "histograms.json"
         old = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         artifacts.write_json(path, {**old, **histograms})
+
+    def write_data_report(self, report: Mapping[str, Any]) -> None:
+        """Write data.json, what became of the rows, from rank 0."""
+        if distributed.is_main():
+            artifacts.write_json(self.folder / "data.json", report)
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs of this one; call after `log` of the same step."""
@@ -372,7 +388,7 @@ def environment(*, stage: str, seed: int) -> dict[str, Any]:
 def peak_memory_bytes() -> int:
     """Most accelerator memory allocated so far by this process, or its largest resident set without an accelerator."""
     if distributed.device().type != "cpu":
-        return int(torch.accelerator.max_memory_allocated())
+        return int(torch.get_device_module(distributed.device()).max_memory_allocated())
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # kilobytes on Linux
 

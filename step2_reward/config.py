@@ -19,7 +19,7 @@ class RankingConfig:
     """The pairwise ranking loss: -log sigmoid(score_chosen - score_rejected - margin) + centring."""
 
     use_margin: bool = False
-    """Subtract the row's `margin` column (Touvron et al. 2023, arXiv:2307.09288, eq. 2); rows without one count as 0."""
+    """Subtract the row's `margin` column (Touvron et al. 2023, arXiv:2307.09288, eq. 2); a row without one counts 0."""
     centring_coef: float = 0.0
     """Weight of (score_chosen + score_rejected)^2 (Eisenstein et al. 2023, arXiv:2312.09244); 0.01 is usual."""
 
@@ -34,6 +34,8 @@ class NormaliseConfig:
 
     policy: str | None = None
     """Model folder of step 1; null: no normalisation."""
+    deepspeed: str = "frozen"
+    """DeepSpeed JSON of the policy: a path, or a name in ds_configs."""
     rows: int = 256
     """Prompts answered."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)

@@ -186,16 +186,15 @@ class PPOConfig:
             raise ValueError(f"max_steps must be >= 1, got {self.max_steps}.")
         for role in ("actor", "reward"):
             if not getattr(self, role).path:
-                raise ValueError(
-                    f"{role}.path is empty. Name the model folder that step {1 + (role == 'reward')} wrote."
-                )
+                step = 2 if role == "reward" else 1
+                raise ValueError(f"{role}.path is empty. Name the model folder that step {step} wrote.")
         for role in ("actor", "reward", "critic", "reference"):
             if getattr(self, role).config is not None:
                 raise ValueError(f"{role}.config is set, but step 3 starts from trained models. Use {role}.path.")
         if self.rollout.num_sequences % self.update.minibatch_size:
             raise ValueError(
-                f"rollout.prompts_per_step x rollout.samples_per_prompt = {self.rollout.num_sequences} is not a multiple "
-                f"of update.minibatch_size = {self.update.minibatch_size}. Change one of them."
+                f"rollout.prompts_per_step x rollout.samples_per_prompt = {self.rollout.num_sequences} is not a "
+                f"multiple of update.minibatch_size = {self.update.minibatch_size}. Change one of them."
             )
         if self.sampling.temperature == 0:
             raise ValueError("sampling.temperature is 0, but PPO needs samples. Use a temperature above 0, usually 1.")

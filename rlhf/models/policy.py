@@ -9,8 +9,7 @@ gather in the forward and one in the backward pass, however many chunks (or none
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +20,8 @@ from rlhf.models.backbone import base_of, hidden_states
 from rlhf.ops import entropy_from_logits, transform_logits
 
 
-@dataclass(frozen=True)
-class PolicyOutput:
-    """Statistics of target tokens, float32, nats; 0 at all other tokens."""
+class PolicyOutput(NamedTuple):
+    """Statistics of target tokens, float32, nats; 0 at all other tokens. A tuple, so that ZeRO-3's hooks see in."""
 
     logprob_BT: Tensor
     """Log-probability of token t given the tokens before it, under the sampling distribution if one was given."""

@@ -1,0 +1,109 @@
+"""Answering rows of a data set with the policy: the ranks share the rows, every rank gets all answers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from rlhf.config import SamplingConfig
+from rlhf.data.dataset import PromptRow
+from rlhf.data.template import ChatTemplate
+from rlhf.distributed import all_gather_objects, rank, world_size
+from rlhf.engine import FrozenEngine, TrainEngine
+from rlhf.rollout.decode import Response, generate
+from rlhf.rollout.weights import lend_weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """One response to one row."""
+
+    index: int
+    """Row of the data set."""
+    prompt: str
+    """Text of the prompt as a person reads it."""
+    prompt_ids: list[int]
+    text: str
+    """Decoded response without special tokens."""
+    response_ids: list[int]
+    """Stop token included."""
+    stopped: bool
+    meta: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Voice:
+    """How responses are drawn, whoever speaks: what stays the same from one rollout to the next."""
+
+    tokenizer: PreTrainedTokenizerBase
+    template: ChatTemplate
+    sampling: SamplingConfig
+    max_new_tokens: int
+    batch_size: int
+    """Sequences decoded side by side on one rank."""
+    gathered: bool = True
+    """Under ZeRO-3, decode on whole weights gathered once; false: layer by layer, the ranks in step."""
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """The template's stop token and the configured ones."""
+        return (self.template.stop_token_id, *self.sampling.stop_token_ids)
+
+
+def draw_responses(
+    engine: TrainEngine | FrozenEngine,
+    voice: Voice,
+    prompts: Sequence[PromptRow],
+    *,
+    sample_ids: Sequence[int],
+    seed: int,
+    step: int,
+) -> list[Response]:
+    """Sample one response to each of this rank's prompts; a collective under ZeRO-3.
+
+    Args:
+        engine: holds the policy.
+        voice: how it speaks.
+        prompts: this rank's; may be empty on some ranks.
+        sample_ids: number of the sample for each prompt, so that several samples of one prompt differ.
+        seed: of the run.
+        step: of training; a prompt met again at another step gets another response.
+    """
+    with lend_weights(engine, gathered=voice.gathered) as (model, all_ranks_running):
+        return generate(
+            model,
+            [list(map(int, row.prompt_ids)) for row in prompts],
+            uids=[row.uid for row in prompts],
+            sample_ids=list(sample_ids),
+            sampling=voice.sampling,
+            stop_token_ids=voice.stop_token_ids,
+            max_new_tokens=voice.max_new_tokens,
+            seed=seed,
+            step=step,
+            pad_id=voice.tokenizer.pad_token_id,
+            batch_size=voice.batch_size,
+            tokenizer=voice.tokenizer,
+            all_ranks_running=all_ranks_running,
+        )
+
+
+def answer_rows(
+    engine: TrainEngine | FrozenEngine, voice: Voice, rows: Sequence[PromptRow], *, seed: int
+) -> list[Answer]:
+    """One answer to each row, on every rank and in the order of the rows; a collective."""
+    mine = list(rows)[rank() :: world_size()]
+    responses = draw_responses(engine, voice, mine, sample_ids=[0] * len(mine), seed=seed, step=0)
+    local = [
+        Answer(
+            index=row.index,
+            prompt=row.text,
+            prompt_ids=list(map(int, row.prompt_ids)),
+            text=voice.tokenizer.decode(response.token_ids, skip_special_tokens=True),
+            response_ids=response.token_ids,
+            stopped=response.stopped,
+            meta=row.meta,
+        )
+        for row, response in zip(mine, responses, strict=True)
+    ]
+    return sorted((a for part in all_gather_objects(local) for a in part), key=lambda answer: answer.index)

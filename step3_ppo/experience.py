@@ -1,0 +1,128 @@
+"""What one rollout teaches: log-probs, values, rewards and advantages per token, and its minibatches."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlhf.data.batching import micro_batches
+from rlhf.distributed import all_gather_objects
+from rlhf.ops import masked_mean, masked_var, response_mask, whiten_with
+from step3_ppo.advantages import gae
+from step3_ppo.config import GAEConfig
+from step3_ppo.rewards import token_rewards
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sequence:
+    """One prompt, one sampled response, and what the four roles say of it. Tensors are float32 on the CPU, [R]."""
+
+    key: tuple[int, int]
+    """Row of the prompt and number of the sample: the order of sequences, whatever rank made them."""
+    prompt_ids: list[int]
+    response_ids: list[int]
+    """Stop token included."""
+    stopped: bool
+    """Ended by itself, not by the length limit."""
+    old_logprob_R: Tensor
+    """Nats, of the policy that sampled, under the sampling transforms."""
+    ref_logprob_R: Tensor
+    """Nats, of the reference, under the same transforms."""
+    old_value_R: Tensor
+    """Reward units, the critic's estimate before each token."""
+    entropy: float
+    """Mean over tokens, nats, of the policy that sampled."""
+    score: float
+    """Score as the reward model and the rule give it, before clipping and penalties."""
+    gold: float | None
+    """Score of the gold rule, which is measured and not trained on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experience:
+    """All sequences of one PPO step, on every rank: column i of a `*_BR` tensor is response token i."""
+
+    sequences: list[Sequence]
+    mask_BR: Tensor
+    old_logprob_BR: Tensor
+    old_value_BR: Tensor
+    reward_BR: Tensor
+    advantage_BR: Tensor
+    """Whitened over all response tokens of the step."""
+    return_BR: Tensor
+
+    def minibatches(
+        self, *, minibatch_size: int, micro_batch_size: int, rank: int, world_size: int, seed: int
+    ) -> Iterator[list[list[int]]]:
+        """Split the sequences at random into minibatches, and each of them over ranks by length.
+
+        The shuffle is over all ranks' sequences, so a minibatch holds the same ones on one rank and on eight.
+
+        Args:
+            minibatch_size: sequences of one optimiser step, over all ranks.
+            micro_batch_size: sequences of one forward on one rank.
+            rank: this rank.
+            world_size: number of ranks.
+            seed: of the shuffle, the same on all ranks.
+
+        Yields:
+            This rank's micro-batches as sequence numbers; their number is the same on every rank, some may be empty.
+        """
+        order = torch.randperm(len(self.sequences), generator=torch.Generator().manual_seed(seed)).tolist()
+        for start in range(0, len(order), minibatch_size):
+            chosen = order[start : start + minibatch_size]
+            lengths = [len(self.sequences[i].prompt_ids) + len(self.sequences[i].response_ids) for i in chosen]
+            plan = micro_batches(lengths, world_size=world_size, micro_batch_size=micro_batch_size)
+            yield [[chosen[i] for i in micro] for micro in plan[rank]]
+
+
+def gather_sequences(local: list[Sequence]) -> list[Sequence]:
+    """All ranks' sequences, in one order on every rank."""
+    everything = [sequence for part in all_gather_objects(local) for sequence in part]
+    return sorted(everything, key=lambda sequence: sequence.key)
+
+
+def to_experience(
+    sequences: list[Sequence], score_B: Tensor, kl_BR: Tensor, *, kl_coef: float, gae_config: GAEConfig
+) -> Experience:
+    """Rewards, value targets, and advantages whitened over the response tokens of all ranks.
+
+    Every rank holds all sequences and computes the same numbers, so that neither whitening nor minibatches depend on
+    how the rollout was divided.
+
+    Args:
+        sequences: of the whole step.
+        score_B: shaped score of each.
+        kl_BR: penalty estimator per token, nats; 0 outside the responses.
+        kl_coef: weight of the penalty.
+        gae_config: discount and lambda.
+    """
+    mask_BR = sequence_mask(sequences)
+    old_logprob_BR = right_pad([s.old_logprob_R for s in sequences])
+    old_value_BR = right_pad([s.old_value_R for s in sequences])
+    reward_BR = token_rewards(score_B, kl_BR, mask_BR, kl_coef=kl_coef)
+    advantage_BR, return_BR = gae(reward_BR, old_value_BR, mask_BR, gamma=gae_config.gamma, lam=gae_config.lam)
+    whitened_BR = whiten_with(
+        advantage_BR, mask_BR, mean=masked_mean(advantage_BR, mask_BR), var=masked_var(advantage_BR, mask_BR)
+    )
+    return Experience(
+        sequences=sequences,
+        mask_BR=mask_BR,
+        old_logprob_BR=old_logprob_BR,
+        old_value_BR=old_value_BR,
+        reward_BR=reward_BR,
+        advantage_BR=whitened_BR,
+        return_BR=return_BR,
+    )
+
+
+def sequence_mask(sequences: list[Sequence]) -> Tensor:
+    """mask_BR, True on response tokens, stop token included."""
+    length_B = torch.tensor([len(s.response_ids) for s in sequences], dtype=torch.long)
+    return response_mask(length_B, int(length_B.max()))
+
+
+def right_pad(rows: list[Tensor]) -> Tensor:
+    """Stack [R] tensors of different length into [B, R], zeros at the end."""
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)

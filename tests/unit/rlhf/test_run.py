@@ -189,6 +189,29 @@ def test_timers_nest_into_the_outer_one_and_know_their_names(tmp_path: Path) -> 
     assert lines(tmp_path)[0]["time/eval_seconds"] >= 0.01 and "time/rollout_seconds" not in lines(tmp_path)[0]
 
 
+def test_batches_count_real_tokens_and_padding(tmp_path: Path) -> None:
+    """Rows of 3, 1 and 2 tokens in [3, 3]: 6 real tokens, a third padding."""
+    run = start(tmp_path, num_steps=1)
+    with run.timer("update"):
+        run.count_batch(torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0]], dtype=torch.bool))
+    run.log(1)
+    assert lines(tmp_path)[0]["data/padding_frac"] == pytest.approx(1 / 3)
+    run.finish({}, tmp_path / "model")
+    assert result(tmp_path)["num_tokens"] == 6
+
+
+def test_steps_are_numbered_by_what_has_been_done(tmp_path: Path) -> None:
+    run = start(tmp_path, num_steps=3)
+    assert run.first_step == 0 and list(run.steps("abcdef")) == [(1, "a"), (2, "b"), (3, "c")]
+    run.load_state_dict({**run.state_dict(), "step": 2})
+    assert run.first_step == 2 and list(run.steps("c")) == [(3, "c")]
+
+
+def test_data_report(tmp_path: Path) -> None:
+    start(tmp_path).write_data_report({"kept": 3})
+    assert json.loads((tmp_path / "data.json").read_text()) == {"kept": 3}
+
+
 def test_seed_for_is_a_function_of_seed_name_and_step(tmp_path: Path) -> None:
     run = start(tmp_path / "a", seed=1)
     assert run.seed_for("rollout", 3) == 2514889546396444710  # printf 1/rollout/3 | sha256sum, 63 bits

@@ -195,7 +195,7 @@ class OptimConfig:
     warmup_frac: float = 0.03
     """Share of all steps over which the rate rises linearly from lr / warm-up steps."""
     min_lr_frac: float = 0.0
-    """Rate at the last step as a share of lr."""
+    """Rate that the decay tends to, as a share of lr; it is reached one step after the last."""
     clip_norm: float = 1.0
     """Largest global gradient norm; 0: no clipping."""
 

@@ -1,0 +1,336 @@
+"""A DeepSpeed JSON: read it, check it, and resolve it to what deepspeed.initialize gets. No torch.
+
+Each file in ds_configs/ is plain JSON that DeepSpeed accepts as it stands. It says how a step runs (ZeRO stage,
+offload, precision, micro-batch); what is optimised is the stage's YAML. DeepSpeed ignores top-level keys it does not
+know and then trains at ZeRO 0, so an unknown key is an error here.
+"""
+
+import copy
+import dataclasses
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rlhf.config import OptimConfig
+
+MICRO_BATCH_KEY = "train_micro_batch_size_per_gpu"
+
+_OWNED_BY_YAML = {
+    "optimizer": "the optimiser is the YAML's `optim` section",
+    "scheduler": "the schedule is the YAML's `optim` section (DeepSpeed's warm-up would run two steps at rate 0)",
+    "gradient_clipping": "the limit is `optim.clip_norm`",
+    "gradient_accumulation_steps": "it follows from the YAML's batch size, the ranks and the micro-batch",
+    "train_batch_size": "the YAML's `global_batch_size` (PPO: `update.minibatch_size`) says it",
+}
+
+_NOT_SUPPORTED = {
+    "gradient_allreduce_op": "the engine normalises losses for a mean over ranks",
+    "managed_gradient_accumulation": "the engine sets the boundary of an optimiser step itself",
+    "amp": "use bf16 or fp16",
+    "torch_autocast": "use bf16 or fp16",
+    "tensor_parallel": "every rank is a data-parallel rank here",
+    "expert_parallel": "every rank is a data-parallel rank here",
+    "sequence_parallel_size": "every rank is a data-parallel rank here",
+    "pipeline": "the engine does not split a model by layers",
+    "data_efficiency": "data is the YAML's `data` section",
+    "curriculum_learning": "data is the YAML's `data` section",
+    "dataloader_drop_last": "data is the YAML's `data` section",
+    "autotuning": "it restarts the program with other settings",
+}
+
+_KNOWN = {
+    MICRO_BATCH_KEY,
+    "activation_checkpointing",
+    "aio",
+    "bf16",
+    "checkpoint",
+    "comms_logger",
+    "communication_data_type",
+    "data_types",
+    "disable_python_gc",
+    "dump_state",
+    "flops_profiler",
+    "fp16",
+    "gradient_predivide_factor",
+    "hybrid_engine",
+    "log_level",
+    "memory_breakdown",
+    "prescale_gradients",
+    "steps_per_print",
+    "timers",
+    "wall_clock_breakdown",
+    "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
+    "zero_optimization",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class HybridEngineConfig:
+    """The `hybrid_engine` section of an actor's JSON, in DeepSpeed's own words."""
+
+    enabled: bool = False
+    """Generate on whole weights, gathered once per rollout; false: on sharded weights, layer by layer (ZeRO-3)."""
+    max_out_tokens: int = 512
+    """Longest prompt and response together that generation is asked for."""
+    inference_tp_size: int = 1
+    """Ranks over which generation splits a layer; only 1."""
+    release_inference_cache: bool = False
+    """Return the accelerator's cached memory after each rollout."""
+    pin_parameters: bool = True
+    """Accepted, no effect: generation runs on the accelerator's own copy."""
+    tp_gather_partition_size: int = 8
+    """Accepted, no effect without inference_tp_size."""
+    enable_cuda_graph: bool = False
+    """Only false."""
+
+
+def names() -> list[str]:
+    """Names of the packaged JSON files."""
+    return sorted(
+        f.name.removesuffix(".json") for f in resources.files("ds_configs").iterdir() if f.name.endswith(".json")
+    )
+
+
+def load(path_or_name: str | Path) -> dict[str, Any]:
+    """Read and check a DeepSpeed JSON.
+
+    Args:
+        path_or_name: a file (anything with a slash or ending in .json), or the name of a packaged one, such as `zero3`.
+
+    Raises:
+        FileNotFoundError: no such file or name.
+        ValueError: not JSON, or a key that `check` refuses.
+    """
+    text = str(path_or_name)
+    if "/" in text or text.endswith(".json"):
+        path = Path(text)
+        if not path.is_file():
+            raise FileNotFoundError(f"DeepSpeed JSON {text} does not exist. Packaged names: {', '.join(names())}.")
+        content = path.read_text(encoding="utf-8")
+    else:
+        packaged = resources.files("ds_configs") / f"{text}.json"
+        if not packaged.is_file():
+            raise FileNotFoundError(
+                f"no DeepSpeed JSON is called {text!r}.{_did_you_mean(text, names())} Packaged names: "
+                f"{', '.join(names())}; or give a path that ends in .json."
+            )
+        content = packaged.read_text(encoding="utf-8")
+    try:
+        raw = json.loads(content, object_pairs_hook=_no_duplicates)
+    except ValueError as error:
+        raise ValueError(f"{text}: not valid JSON: {error}.") from None
+    if not isinstance(raw, dict):
+        raise ValueError(f"{text}: the JSON is a {type(raw).__name__}, not an object.")
+    check(raw, source=text)
+    return raw
+
+
+def check(raw: Mapping[str, Any], *, source: str = "DeepSpeed JSON") -> None:
+    """Check what can be known from the JSON alone.
+
+    Args:
+        raw: the JSON's content.
+        source: file or name for messages.
+
+    Raises:
+        ValueError: "auto", unknown or refused keys, a missing micro-batch, values that contradict each other.
+    """
+    for key in raw:
+        if key in _OWNED_BY_YAML:
+            _fail(source, f"`{key}` does not belong here: {_OWNED_BY_YAML[key]}. Remove it.")
+        if key in _NOT_SUPPORTED:
+            _fail(source, f"`{key}` is not supported: {_NOT_SUPPORTED[key]}. Remove it.")
+        if key not in _KNOWN:
+            hint = _did_you_mean(key, [*_KNOWN, *_OWNED_BY_YAML])
+            _fail(source, f"unknown key `{key}`, which DeepSpeed would silently ignore.{hint} Correct or remove it.")
+    for path, value in _leaves(raw):
+        if value == "auto":
+            _fail(
+                source,
+                f'`{path}` is "auto", a word of the Hugging Face Trainer that DeepSpeed does not know. Give a value.',
+            )
+    micro = raw.get(MICRO_BATCH_KEY)
+    if not isinstance(micro, int) or isinstance(micro, bool) or micro < 1:
+        _fail(source, f"`{MICRO_BATCH_KEY}` must be an integer >= 1, got {micro!r}.")
+    if raw.get("bf16", {}).get("enabled") and raw.get("fp16", {}).get("enabled"):
+        _fail(source, "bf16 and fp16 are both enabled. Keep one.")
+    stage = raw.get("zero_optimization", {}).get("stage", 0)
+    if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
+        _fail(source, f"`zero_optimization.stage` must be 0, 1, 2 or 3, got {stage!r}.")
+    _check_zero(raw, stage, source)
+    _hybrid_engine(raw, source)
+
+
+def _check_zero(raw: Mapping[str, Any], stage: int, source: str) -> None:
+    zero = raw.get("zero_optimization", {})
+    device = _offload_device(zero, "offload_optimizer")
+    if device == "nvme":
+        _fail(
+            source,
+            "`zero_optimization.offload_optimizer.device` is nvme: gradients leave memory before the engine can check "
+            "and clip them. Use cpu.",
+        )
+    if device and stage == 0:
+        _fail(source, "`zero_optimization.offload_optimizer` needs a stage of 1, 2 or 3, got 0.")
+    if _offload_device(zero, "offload_param") and stage != 3:
+        _fail(source, f"`zero_optimization.offload_param` needs stage 3, got {stage}.")
+    accumulation = raw.get("data_types", {}).get("grad_accum_dtype")
+    if stage == 1 and raw.get("bf16", {}).get("enabled") and accumulation == "fp32" and not device:
+        _fail(
+            source,
+            "bf16 with `data_types.grad_accum_dtype` fp32 at stage 1 makes DeepSpeed use another optimizer class, "
+            "whose gradients the engine cannot clip. Use stage 2.",
+        )
+
+
+def _offload_device(zero: Mapping[str, Any], section: str) -> str | None:
+    device = (zero.get(section) or {}).get("device", "none")
+    return None if device == "none" else str(device)
+
+
+def resolve(
+    raw: Mapping[str, Any],
+    *,
+    optim: OptimConfig | None,
+    world_size: int,
+    trainable: bool,
+    lora: bool = False,
+    source: str = "DeepSpeed JSON",
+) -> dict[str, Any]:
+    """The dict for deepspeed.initialize: the JSON plus what the YAML and the ranks decide.
+
+    Accumulation is 1 and clipping 0 for DeepSpeed, because the engine sets the boundary and clips by itself; the
+    `hybrid_engine` section is left out, because the engine honours it and DeepSpeed's own would replace it.
+
+    Args:
+        raw: content of the JSON.
+        optim: the optimiser's section of the YAML; None for a frozen model.
+        world_size: number of ranks.
+        trainable: whether the model is trained.
+        lora: whether only adapters (or otherwise only some of the weights) are trained.
+        source: file or name for messages.
+
+    Raises:
+        ValueError: as `check`; or the JSON does not fit the use.
+    """
+    check(raw, source=source)
+    assert trainable == (optim is not None), "a trainable model needs optim, a frozen one has none"
+    ds: dict[str, Any] = copy.deepcopy(dict(raw))
+    hybrid = _hybrid_engine(ds, source)
+    ds.pop("hybrid_engine", None)
+    zero = ds.setdefault("zero_optimization", {})
+    stage = zero.setdefault("stage", 0)
+    offload = _offload_device(zero, "offload_optimizer")
+    if hybrid.enabled and stage == 2 and offload and not lora:
+        _fail(
+            source,
+            "ZeRO-2 with the hybrid engine and optimizer offload, all weights trained: refused, because this "
+            "combination was unstable in DeepSpeed-Chat and the cause never found. Use ZeRO-3, or LoRA, or no offload.",
+        )
+    if not trainable:
+        if stage in (1, 2):
+            _fail(source, f"stage {stage} shards optimizer state, and a frozen model has none. Use 0 or 3.")
+        if offload:
+            _fail(source, "`zero_optimization.offload_optimizer` is set, and a frozen model has none. Remove it.")
+        if hybrid.enabled:
+            _fail(source, "`hybrid_engine` is enabled, and a frozen model does not generate. Remove it.")
+    ds["train_batch_size"] = ds[MICRO_BATCH_KEY] * world_size
+    ds["gradient_accumulation_steps"] = 1
+    ds["gradient_clipping"] = 0.0
+    ds.setdefault("steps_per_print", None)
+    if optim is not None:
+        ds["optimizer"] = _optimizer(optim, deepspeed_cpu_adam=bool(offload and ds.get("zero_force_ds_cpu_optimizer")))
+        if stage in (1, 2) and not offload and not ds.get("fp16", {}).get("enabled"):
+            # The engine has the norm already; fp16 needs DeepSpeed's own to find overflows.
+            zero.setdefault("compute_grad_norm", False)
+    return ds
+
+
+def _optimizer(optim: OptimConfig, *, deepspeed_cpu_adam: bool) -> dict[str, Any]:
+    params: dict[str, Any] = {
+        "lr": optim.lr,
+        "betas": list(optim.betas),
+        "eps": optim.eps,
+        "weight_decay": optim.weight_decay,
+    }
+    if not deepspeed_cpu_adam:
+        # torch.optim.AdamW: DeepSpeed's own Adams are compiled at first use, which takes a compiler and minutes.
+        params["torch_adam"] = True
+    return {"type": "AdamW", "params": params}
+
+
+def micro_batch_size(raw: Mapping[str, Any]) -> int:
+    """Sequences of one forward on one rank."""
+    return int(raw[MICRO_BATCH_KEY])
+
+
+def zero_stage(raw: Mapping[str, Any]) -> int:
+    """ZeRO stage, 0 to 3."""
+    return int(raw.get("zero_optimization", {}).get("stage", 0))
+
+
+def dtype_name(raw: Mapping[str, Any]) -> str:
+    """Type that the model computes in: `bfloat16`, `float16` or `float32`."""
+    if raw.get("bf16", {}).get("enabled"):
+        return "bfloat16"
+    return "float16" if raw.get("fp16", {}).get("enabled") else "float32"
+
+
+def hybrid_engine(raw: Mapping[str, Any]) -> HybridEngineConfig:
+    """The `hybrid_engine` section; not enabled where there is none.
+
+    Raises:
+        ValueError: an unknown key or a value that cannot be honoured.
+    """
+    return _hybrid_engine(raw, "DeepSpeed JSON")
+
+
+def _hybrid_engine(raw: Mapping[str, Any], source: str) -> HybridEngineConfig:
+    section = raw.get("hybrid_engine", {})
+    known = [f.name for f in dataclasses.fields(HybridEngineConfig)]
+    for key in section:
+        if key not in known:
+            _fail(source, f"unknown key `hybrid_engine.{key}`.{_did_you_mean(key, known)} Known: {', '.join(known)}.")
+    hybrid = HybridEngineConfig(**section)
+    if hybrid.inference_tp_size != 1:
+        _fail(
+            source,
+            f"`hybrid_engine.inference_tp_size` must be 1, got {hybrid.inference_tp_size}: with more, DeepSpeed "
+            "gathers the token ids over the group but not the mask. Set 1; ranks then generate independently.",
+        )
+    if hybrid.enable_cuda_graph:
+        _fail(source, "`hybrid_engine.enable_cuda_graph` must be false: lengths change with every token. Remove it.")
+    if hybrid.max_out_tokens < 1:
+        _fail(source, f"`hybrid_engine.max_out_tokens` must be >= 1, got {hybrid.max_out_tokens}.")
+    return hybrid
+
+
+def _leaves(value: Any, path: str = "") -> list[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        return [leaf for key, item in value.items() for leaf in _leaves(item, f"{path}.{key}" if path else str(key))]
+    if isinstance(value, list):
+        return [leaf for number, item in enumerate(value) for leaf in _leaves(item, f"{path}[{number}]")]
+    return [(path, value)]
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise ValueError(f"the key {key!r} stands twice")
+        result[key] = value
+    return result
+
+
+def _did_you_mean(word: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    return f" Did you mean `{close[0]}`?" if close else ""
+
+
+def _fail(source: str, message: str) -> NoReturn:
+    raise ValueError(f"{source}: {message}")

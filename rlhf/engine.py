@@ -1,0 +1,504 @@
+"""Trainable and frozen models on DeepSpeed: the only user of deepspeed, with checkpoint.py.
+
+What the rest of the code relies on, and what DeepSpeed alone does not give:
+
+- One trajectory. A loss is a local sum over a global count; the number of ranks, of micro-batches and the ZeRO stage do
+  not change an update beyond rounding. DeepSpeed averages gradients over ranks; only `accumulate` knows.
+- The clip is torch's at every stage: gradients are scaled by min(1, clip / (norm + 1e-6)) with the norm of the averaged
+  gradients of all weights. DeepSpeed's own clip is off. Its norm exists at stages 1 to 3 only.
+- A non-finite loss or gradient is found before the update, on all ranks in the same step.
+- Under ZeRO-3, generation runs on weights gathered once, with DeepSpeed's hooks off, so that ranks decode independently
+  of one another; whatever happens inside, the hooks come back and the weights are released.
+- No op is compiled: the optimiser is torch's, and the shared-memory collectives that DeepSpeed builds on CPUs are off.
+"""
+
+import math
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations import deepspeed as hf_deepspeed
+
+from rlhf import distributed, ds_config
+from rlhf.config import OptimConfig
+from rlhf.schedule import lr_multiplier
+
+if distributed.device_type() == "cpu":
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # without it, the import prints a line on stdout
+
+import deepspeed  # noqa: E402
+from deepspeed.runtime.zero import parameter_offload as ds_offload  # noqa: E402
+from deepspeed.utils import groups as ds_groups  # noqa: E402
+
+# The term that torch.nn.utils.clip_grad_norm_ adds to the norm before it divides.
+CLIP_EPS = 1e-6
+
+
+class NonFiniteError(RuntimeError):
+    """A loss or gradient was not finite; raised on all ranks before the update."""
+
+    def __init__(self, *, step: int, rank: int, role: str, what: str) -> None:
+        super().__init__(
+            f"{role}: {what} at step {step} on rank {rank}; the update was not made. Look at that step's rows, lower "
+            "the learning rate, or use bf16 instead of fp16; earlier states are intact."
+        )
+        self.step = step
+        self.rank = rank
+        self.role = role
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """What one optimiser step reports, equal on all ranks."""
+
+    grad_norm: float
+    """Norm of the averaged gradients of all trained weights, before clipping; inf where fp16 overflowed."""
+    lr: float
+    """Learning rate of this step."""
+    skipped: bool
+    """fp16 overflowed: the loss scale was lowered, no weight changed, the schedule stays where it was."""
+
+
+def setup(timeout_seconds: float = 1800) -> None:
+    """Join the process group and prepare DeepSpeed; call it once, before any model is built.
+
+    Args:
+        timeout_seconds: a collective that waits longer for a rank raises.
+    """
+    distributed.init(timeout_seconds)
+    # DeepSpeed reads it where no launcher has set it.
+    os.environ.setdefault("LOCAL_RANK", str(distributed.local_rank()))
+    # DeepSpeed would compile this op at every start on CPUs; it serves tensor-parallel inference only, and without a
+    # compiler or ninja the attempt raises.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # DeepSpeed's use of two renamed collectives: one warning per rank that a user can do nothing about.
+    for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+        warnings.filterwarnings("ignore", message=rf".*{name}.*", category=FutureWarning)
+    deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+    # ZeRO's collectives run on a clone of the world group, which DeepSpeed would make with torch's default timeout.
+    ds_groups._WORLD_GROUP = distributed.world_group()
+
+
+@contextmanager
+def zero3_init(ds: Mapping[str, Any]) -> Iterator[None]:
+    """Build or load one model: under stage 3 its weights are sharded as they are made, else nothing special happens.
+
+    transformers asks a global, a weak reference to the config created last, whether to shard. It is set for this block
+    alone and restored after, so that a model for stage 2 is never built sharded because one for stage 3 came before it.
+
+    Args:
+        ds: content of the model's DeepSpeed JSON.
+    """
+    outer = hf_deepspeed._hf_deepspeed_config_weak_ref
+    hf_deepspeed._hf_deepspeed_config_weak_ref = None
+    config = None
+    try:
+        if ds_config.zero_stage(ds) == 3:
+            content = {k: v for k, v in ds.items() if k != "hybrid_engine"}
+            config = hf_deepspeed.HfDeepSpeedConfig(content)  # type: ignore[no-untyped-call]
+        yield
+    finally:
+        hf_deepspeed._hf_deepspeed_config_weak_ref = outer
+        del config
+
+
+class TrainEngine:
+    """A model that is trained: forward, accumulate, step.
+
+    A step is any number of micro-batches, the same on every rank; a rank without rows passes empty ones (loss 0 times a
+    sum of the outputs), because under ZeRO every rank has to make the same calls.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, ds: Mapping[str, Any], optim: OptimConfig, role: str, num_steps: int
+    ) -> None:
+        """Wrap a model.
+
+        Args:
+            model: the weights with requires_grad are trained; built inside `zero3_init(ds)` for stage 3.
+            ds: content of the DeepSpeed JSON (`ds_config.load`).
+            optim: optimiser and schedule.
+            role: name in errors: policy, reward, actor, critic.
+            num_steps: length of the learning-rate schedule in optimiser steps.
+        """
+        self.role = role
+        self.optim = optim
+        self.num_steps = num_steps
+        self.zero_stage = ds_config.zero_stage(ds)
+        self.micro_batch_size = ds_config.micro_batch_size(ds)
+        self.hybrid_engine = ds_config.hybrid_engine(ds)
+        self.step_count = 0
+        self._trains_all = all(p.requires_grad for p in model.parameters())
+        self.ds = ds_config.resolve(
+            ds, optim=optim, world_size=distributed.world_size(), trainable=True, lora=not self._trains_all
+        )
+        self._engine = _initialize(model, self.ds, parameters=_decay_groups(model, optim.weight_decay))
+        self._scales_16bit_at_stage0 = self.zero_stage == 0 and ds_config.dtype_name(ds) != "float32"
+        if self._scales_16bit_at_stage0:
+            # Here gradients become fp32 inside DeepSpeed's step only; its clip there has torch's formula.
+            self._engine.optimizer.clip_grad = optim.clip_norm
+        self._loss_is_finite = torch.ones((), dtype=torch.bool, device=self.device)
+        self._at_boundary = False
+
+    @property
+    def module(self) -> nn.Module:
+        """The model that was given to the constructor."""
+        return self._engine.module  # type: ignore[no-any-return]
+
+    @property
+    def device(self) -> torch.device:
+        """Device of inputs and outputs."""
+        return distributed.device()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward."""
+        return self._engine(*args, **kwargs)
+
+    def train(self) -> None:
+        """Dropout on."""
+        self._engine.train()
+
+    def eval(self) -> None:
+        """Dropout off."""
+        self._engine.eval()
+
+    def accumulate(self, loss_sum: Tensor, *, count: float | Tensor, last: bool) -> None:
+        """Add one micro-batch's gradients. Collective.
+
+        Args:
+            loss_sum: 0-d, fp32, the loss summed over this rank's tokens (or pairs) of the micro-batch.
+            count: number of tokens (or pairs) of the whole step, over all ranks and micro-batches.
+            last: whether this is the step's last micro-batch, on every rank.
+
+        Raises:
+            ValueError: count is not positive, or the loss does not depend on the weights.
+        """
+        count = float(count)
+        if not count > 0:
+            raise ValueError(f"{self.role}: count must be > 0, got {count}. A step without a single token has no loss.")
+        if loss_sum.ndim != 0 or not loss_sum.requires_grad:
+            raise ValueError(
+                f"{self.role}: the loss must be one number that depends on the weights, got shape "
+                f"{tuple(loss_sum.shape)}, requires_grad {loss_sum.requires_grad}. For an empty micro-batch pass "
+                "0 times the sum of the model's outputs."
+            )
+        self._loss_is_finite &= torch.isfinite(loss_sum.detach())
+        self._engine.set_gradient_accumulation_boundary(last)
+        # DeepSpeed averages over ranks, so the world size here makes it a sum over ranks, over the count.
+        self._engine.backward(loss_sum * (distributed.world_size() / count))
+        self._at_boundary = last
+
+    @torch.no_grad()
+    def step(self) -> StepStats:
+        """Clip and update the weights from what has been accumulated. Collective.
+
+        Raises:
+            NonFiniteError: on every rank, before any weight changed.
+        """
+        assert self._at_boundary, "step() follows accumulate(..., last=True)"
+        self._at_boundary = False
+        gradients = _averaged_gradients(self._engine, self.zero_stage)
+        norm = self._checked_norm(gradients)
+        lr = self.optim.lr * self._lr_multiplier()
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = lr
+        if self.optim.clip_norm > 0 and math.isfinite(norm) and not self._scales_16bit_at_stage0:
+            coefficient = self.optim.clip_norm / (norm + CLIP_EPS)
+            if coefficient < 1:
+                torch._foreach_mul_(gradients, coefficient)
+        self._engine.step()
+        skipped = not self._engine.was_step_applied()
+        self.step_count += not skipped
+        return StepStats(grad_norm=norm, lr=lr, skipped=skipped)
+
+    def _lr_multiplier(self) -> float:
+        return lr_multiplier(
+            self.step_count,
+            num_steps=self.num_steps,
+            schedule=self.optim.schedule,
+            warmup_frac=self.optim.warmup_frac,
+            min_lr_frac=self.optim.min_lr_frac,
+        )
+
+    def _checked_norm(self, gradients: list[Tensor]) -> float:
+        """Global gradient norm, equal on all ranks; raises on all ranks if a loss or gradient is not finite."""
+        square = torch.zeros((), dtype=torch.float64, device=self.device)
+        if gradients:
+            norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients]
+            square = torch.stack(norms).to(self.device, torch.float64).square().sum()
+        bad_loss = (~self._loss_is_finite).to(torch.float64)
+        self._loss_is_finite.fill_(True)  # noqa: FBT003  the tensor's value
+        # One small collective a step: every rank then knows every rank's part.
+        parts = distributed.all_gather(torch.stack([square, bad_loss])).tolist()
+        for rank, (_, bad) in enumerate(parts):
+            if bad:
+                raise NonFiniteError(step=self.step_count, rank=rank, role=self.role, what="the loss is not finite")
+        # At stage 0 every rank holds all gradients, else its own shard of them.
+        total = parts[0][0] if self.zero_stage == 0 else sum(part for part, _ in parts)
+        if not math.isfinite(total) and ds_config.dtype_name(self.ds) != "float16":
+            self._raise_bad_gradient([rank for rank, (part, _) in enumerate(parts) if not math.isfinite(part)])
+        return math.sqrt(total) / self._loss_scale() if math.isfinite(total) else math.inf
+
+    def _raise_bad_gradient(self, ranks: list[int]) -> None:
+        found = distributed.all_gather_objects(_non_finite_names(self._engine, self.zero_stage))
+        names = sorted({name for part in found for name in part})
+        where = f" of {', '.join(names[:3])}{' and others' if len(names) > 3 else ''}" if names else ""
+        what = f"the averaged gradient{where} is not finite"
+        raise NonFiniteError(step=self.step_count, rank=ranks[0], role=self.role, what=what)
+
+    def _loss_scale(self) -> float:
+        if ds_config.dtype_name(self.ds) != "float16":
+            return 1.0
+        return float(self._engine.optimizer.loss_scale)
+
+    @contextmanager
+    def generation_module(self) -> Iterator[nn.Module]:
+        """The model to generate with, in eval mode, on whole weights: ranks may then generate different lengths.
+
+        ZeRO-3 gathers all weights once (every rank holds them all inside the block) and takes DeepSpeed's hooks off; at
+        the end, and after any exception, the hooks are back and the weights sharded. Both ends are collective.
+        """
+        with self._evaluating(), _whole_weights(self._engine, self.zero_stage):
+            yield self.module
+
+    @contextmanager
+    def sharded_generation_module(self) -> Iterator[nn.Module]:
+        """The model to generate with, in eval mode, on sharded weights: lean, slow, and every rank in lockstep.
+
+        DeepSpeed gathers each layer in each forward, so every rank has to make the same number of forwards; a rank that
+        is done goes on with the others. Hugging Face's generate finds that out by itself in this block (synced_gpus).
+        """
+        if self.zero_stage != 3:
+            with self._evaluating():
+                yield self.module
+            return
+        with self._evaluating(), zero3_init(self.ds):
+            _release(self._engine)
+            try:
+                yield self.module
+            finally:
+                _release(self._engine)
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        training = self.module.training
+        self.eval()
+        try:
+            yield
+        finally:
+            if training:
+                self.train()
+            if self.hybrid_engine.release_inference_cache and self.device.type != "cpu":
+                torch.accelerator.memory.empty_cache()
+
+    def full_state_dict(self, module: nn.Module | None = None) -> dict[str, Tensor] | None:
+        """All weights on rank 0's CPU, None on the other ranks, which never hold more than one weight. Collective.
+
+        Args:
+            module: the part to export (the Hugging Face model inside a wrapper); all of `self.module` if None.
+
+        Raises:
+            RuntimeError: on every rank, if a tensor came out empty.
+        """
+        return full_state_dict(self._engine, self.zero_stage, self.module if module is None else module)
+
+    def save_state(self, folder: str | Path, tag: str) -> None:
+        """Write weights, optimiser and step to folder/tag, for the same number of ranks. Collective."""
+        self._engine.save_checkpoint(
+            str(folder),
+            tag=tag,
+            client_state={"step_count": self.step_count},
+            save_latest=False,
+            exclude_frozen_parameters=not self._trains_all,
+        )
+
+    def load_state(self, folder: str | Path, tag: str) -> None:
+        """Restore what `save_state` wrote. Collective.
+
+        Raises:
+            FileNotFoundError: there is no such state.
+        """
+        path, client = self._engine.load_checkpoint(
+            str(folder), tag=tag, load_module_strict=self._trains_all, load_lr_scheduler_states=False
+        )
+        if path is None:
+            raise FileNotFoundError(f"{self.role}: no state in {Path(folder) / tag}.")
+        self.step_count = int(client["step_count"])
+
+
+class FrozenEngine:
+    """A model that is only asked: reference, reward. Eval mode, no gradients; plain, or sharded under ZeRO-3."""
+
+    def __init__(self, model: nn.Module, *, ds: Mapping[str, Any], role: str) -> None:
+        """Wrap a model.
+
+        Args:
+            model: built inside `zero3_init(ds)` for stage 3.
+            ds: content of the DeepSpeed JSON; stage 0 or 3.
+            role: name in errors.
+        """
+        self.role = role
+        self.zero_stage = ds_config.zero_stage(ds)
+        self.ds = ds_config.resolve(ds, optim=None, world_size=distributed.world_size(), trainable=False)
+        model.requires_grad_(requires_grad=False)
+        self._engine: Any = None
+        self.module = model
+        if self.zero_stage == 3:
+            self._engine = _initialize(model, self.ds, parameters=None)
+        else:
+            model.to(self.device, getattr(torch, ds_config.dtype_name(ds)))
+        model.eval()
+
+    @property
+    def device(self) -> torch.device:
+        """Device of inputs and outputs."""
+        return distributed.device()
+
+    @torch.no_grad()
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward."""
+        return (self.module if self._engine is None else self._engine)(*args, **kwargs)
+
+    @contextmanager
+    def generation_module(self) -> Iterator[nn.Module]:
+        """As `TrainEngine.generation_module`."""
+        with _whole_weights(self._engine, self.zero_stage):
+            yield self.module
+
+    def full_state_dict(self, module: nn.Module | None = None) -> dict[str, Tensor] | None:
+        """As `TrainEngine.full_state_dict`."""
+        return full_state_dict(self._engine, self.zero_stage, self.module if module is None else module)
+
+
+def _initialize(model: nn.Module, ds: dict[str, Any], *, parameters: list[dict[str, Any]] | None) -> Any:
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=ds, dist_init_required=False)
+    return engine
+
+
+def _decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Trained weights in two groups: matrices are decayed; biases, norms and other vectors are not."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if not trained:
+        raise ValueError("no weight of the model requires a gradient. A frozen model belongs in a FrozenEngine.")
+    if weight_decay == 0:
+        return [{"params": trained, "weight_decay": 0.0}]
+    # A weight sharded by ZeRO-3 has an empty shape of its own and keeps the real one in ds_shape.
+    decayed = [len(getattr(p, "ds_shape", p.shape)) > 1 for p in trained]
+    groups = [
+        {"params": [p for p, d in zip(trained, decayed, strict=True) if d], "weight_decay": weight_decay},
+        {"params": [p for p, d in zip(trained, decayed, strict=True) if not d], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def _averaged_gradients(engine: Any, zero_stage: int) -> list[Tensor]:
+    """The tensors that DeepSpeed's next step will read: all gradients at stage 0, else this rank's shard.
+
+    They are scaled in place, so they have to be the ones DeepSpeed uses and no copies.
+    """
+    optimizer = engine.optimizer
+    if zero_stage == 0:
+        return [p.grad for p in engine.module.parameters() if p.requires_grad and p.grad is not None]
+    if zero_stage == 3:
+        if optimizer.offload_optimizer:
+            return [flat.grad for flat in optimizer.fp32_partitioned_groups_flat]
+        return [g for group in range(len(optimizer.fp16_groups)) for g in optimizer.averaged_gradients[group]]
+    if optimizer.cpu_offload:
+        optimizer._wait_for_offload_copies()
+        return [flat.grad for flat in optimizer.single_partition_of_fp32_groups]
+    return [
+        g
+        for group in range(len(optimizer.bit16_groups))
+        # With fp32 accumulation the list is made of views of one flat buffer.
+        for g in (
+            [optimizer.averaged_gradients[group].flat_partition]
+            if hasattr(optimizer.averaged_gradients[group], "flat_partition")
+            else optimizer.averaged_gradients[group]
+        )
+    ]
+
+
+def _non_finite_names(engine: Any, zero_stage: int) -> list[str]:
+    """This rank's weights whose averaged gradient is not finite, where DeepSpeed keeps gradients apart by weight."""
+    optimizer = engine.optimizer
+    pairs: list[tuple[Tensor, Tensor]] = []
+    if zero_stage == 0:
+        pairs = [(p, p.grad) for p in engine.module.parameters() if p.grad is not None]
+    elif zero_stage == 3 and not optimizer.offload_optimizer:
+        for group, weights in enumerate(optimizer.fp16_groups):
+            pairs += zip(weights, optimizer.averaged_gradients[group], strict=True)
+    elif zero_stage in (1, 2) and not optimizer.cpu_offload:
+        for group, weights in enumerate(optimizer.params_in_partition):
+            parts = [g for g in optimizer.averaged_gradients[group] if not getattr(g, "_zero_padding", False)]
+            pairs += zip(weights, parts, strict=False)
+    return [engine.param_names[weight] for weight, grad in pairs if not torch.isfinite(grad).all()]
+
+
+def full_state_dict(engine: Any, zero_stage: int, module: nn.Module) -> dict[str, Tensor] | None:
+    """See `TrainEngine.full_state_dict`; `engine` may be None for a plain model."""
+    if zero_stage == 3:
+        _release(engine)
+    exported: dict[str, Tensor] = {}
+    seen: dict[int, Tensor] = {}
+    with distributed.together("exporting weights"):
+        for name, tensor in module.state_dict(keep_vars=True).items():
+            sharded = [tensor] if hasattr(tensor, "ds_id") else []
+            # A tied weight has two names and one entry in `seen`, and stays one tensor in the result.
+            if id(tensor) not in seen:
+                with deepspeed.zero.GatheredParameters(sharded, enabled=bool(sharded)):
+                    seen[id(tensor)] = tensor.detach().to("cpu", copy=True) if distributed.is_main() else torch.empty(0)
+            exported[name] = seen[id(tensor)]
+    empty = [name for name, tensor in exported.items() if tensor.numel() == 0] if distributed.is_main() else []
+    distributed.same_on_all(not empty, f"exported weights are empty: {', '.join(empty[:5])}.")
+    return exported if distributed.is_main() else None
+
+
+def _parameter_offload(engine: Any) -> Any:
+    """DeepSpeed's object that holds the ZeRO-3 hooks: the optimiser's, or the "optimiser" of a frozen engine."""
+    return getattr(engine.optimizer, "parameter_offload", engine.optimizer)
+
+
+def _release(engine: Any) -> None:
+    """Put ZeRO-3 in the state between steps: nothing in flight, no submodule active, every weight sharded.
+
+    Under DeepSpeed's default thresholds weights stay gathered after a forward, and a mode switch or an exception in the
+    middle of a forward would leave them marked as in use; the next gather or prefetch then fails or leaks memory.
+    """
+    for module in engine.module.modules():
+        if hasattr(module._parameters, "_in_forward"):
+            module._parameters._in_forward = False
+    _parameter_offload(engine).partition_all_parameters()
+
+
+@contextmanager
+def _whole_weights(engine: Any, zero_stage: int) -> Iterator[None]:
+    """Inside: all weights gathered and DeepSpeed's ZeRO-3 hooks off. After, whatever happens: as before."""
+    if zero_stage != 3:
+        yield
+        return
+    offload = _parameter_offload(engine)
+    stack_depth = len(ds_offload.FWD_MODULE_STACK)
+    _release(engine)
+    try:
+        with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+            for hook in [offload.fwd_pre_hook, *offload.forward_hooks, *offload.backward_hooks]:
+                hook.remove()
+            offload.forward_hooks, offload.backward_hooks = [], []
+            try:
+                yield
+            finally:
+                # The root's own hook starts a new trace with a collective, so it has to be off inside; it goes before
+                # the others, as DeepSpeed registers it.
+                offload.fwd_pre_hook = offload.module.register_forward_pre_hook(
+                    lambda *_: offload.get_param_coordinator().reset_step()
+                )
+                offload._register_deepspeed_module(offload.module)
+    finally:
+        del ds_offload.FWD_MODULE_STACK[stack_depth:]
+        _release(engine)

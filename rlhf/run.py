@@ -6,6 +6,7 @@ all seconds are those of the slowest rank.
 """
 
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -122,7 +123,6 @@ class Run:
         self._logged_step = 0
         self._first_step = 0
         self._starting_up = True
-        self._first_step = 0
         self._progress: dict[str, Any] = {"step": 0, "num_steps": num_steps, "phase": "start"}
 
     @classmethod
@@ -178,20 +178,9 @@ class Run:
         return self._first_step
 
     def steps(self, batches: Iterable[Batch]) -> Iterator[tuple[int, Batch]]:
-        """Number the batches by the steps that will have been made after them, from `first_step` + 1 on."""
-        return enumerate(batches, start=self._first_step + 1)
-
-    @property
-    def first_step(self) -> int:
-        """Steps that an earlier attempt has taken; 0 unless resumed."""
-        return self._first_step
-
-    def steps(self, batches: Iterable[Batch]) -> Iterator[tuple[int, Batch]]:
-        """The batches that are left, each with the number of steps there will have been after it."""
-        for step, batch in enumerate(batches, start=self._first_step + 1):
-            if step > self.num_steps:
-                return
-            yield step, batch
+        """The batches that are left, each with the number of steps that will have been made after it."""
+        left = itertools.islice(batches, self.num_steps - self._first_step)
+        return enumerate(left, start=self._first_step + 1)
 
     def count_tokens(self, num_tokens: Tensor | int) -> None:
         """Count real tokens (no padding) that this rank trained on; a tensor stays on its device."""
@@ -321,7 +310,7 @@ class Run:
             self._starting_up = False
         lap = self._clock.lap()
         reduced = self.metrics.reduce(
-            totals={"tokens": float(self._tokens)},
+            totals={"tokens": self._tokens},
             maxima={**lap, "startup": startup, "memory": float(peak_memory_bytes())},
         )
         self._tokens = 0

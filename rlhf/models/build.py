@@ -149,7 +149,7 @@ def build_causal_lm(cfg: ModelConfig, tokenizer: PreTrainedTokenizerBase, *, see
         )
     with _seeded(seed):
         if cfg.path is None:
-            model = _from_config(AutoModelForCausalLM, config, cfg, seed=seed)
+            model = _from_config(AutoModelForCausalLM, config, cfg)
         else:
             model, info = _from_folder(AutoModelForCausalLM, cfg.path, config, cfg)
             _check_keys(cfg.path, missing=info["missing_keys"], unexpected=info["unexpected_keys"])
@@ -180,7 +180,7 @@ def build_reward_model(cfg: ModelConfig, tokenizer: PreTrainedTokenizerBase, *, 
     config.num_labels = 1
     with _seeded(seed):
         if cfg.path is None:
-            model = _from_config(AutoModelForSequenceClassification, config, cfg, seed=seed)
+            model = _from_config(AutoModelForSequenceClassification, config, cfg)
             new_head = True
         else:
             model, info = _from_folder(AutoModelForSequenceClassification, cfg.path, config, cfg)
@@ -298,14 +298,13 @@ def _attention(auto_class: Any, config: PreTrainedConfig, cfg: ModelConfig) -> s
     return cfg.attention
 
 
-def _from_config(auto_class: Any, config: PreTrainedConfig, cfg: ModelConfig, *, seed: int) -> PreTrainedModel:
-    """A model with random weights. Its constructor draws none, so that the draws are those of ZeRO-3's own path."""
+def _from_config(auto_class: Any, config: PreTrainedConfig, cfg: ModelConfig) -> PreTrainedModel:
+    """A model with random weights. They are drawn after the constructor, as ZeRO-3 has to, so both draw the same."""
     with no_init_weights():
         model = auto_class.from_config(
             config, dtype=getattr(torch, cfg.dtype), attn_implementation=_attention(auto_class, config, cfg)
         )
     if not _partitioned():
-        torch.manual_seed(seed)
         model.init_weights()
     return cast(PreTrainedModel, model)
 

@@ -1,0 +1,201 @@
+"""Decide where ranks start: this machine or the hosts of a hostfile, and which slots of them. No torch."""
+
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch.hostfile import Host, filter_hosts, is_local, read_hostfile
+
+_ACCELERATOR_FILES = ("nvidia[0-9]*", "kfd", "dxg", "davinci[0-9]*", "accel/accel*", "dri/renderD*")
+
+
+class PlacementError(ValueError):
+    """Flags, hostfile and recipe contradict one another."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where the ranks of a run start."""
+
+    hosts: tuple[Host, ...]
+    """Machines and slots; one host named `localhost` is this machine."""
+    hostfile: Path | None = None
+    """The file that `hosts` came from; None: this machine, without ssh."""
+    num_gpus: int | None = None
+    """--num_gpus as deepspeed gets it: slots [0, N) of each host; None when slots are named one by one."""
+    include: str = ""
+    """--include as deepspeed gets it."""
+    exclude: str = ""
+    """--exclude as deepspeed gets it."""
+    master_addr: str | None = None
+    """Address of rank 0; None: this machine, or the first host's first address."""
+    master_port: int | None = None
+    """Port of rank 0; None: a free one for each stage."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return sum(len(host.slots) for host in self.hosts)
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether ranks are started through ssh."""
+        return self.hostfile is not None
+
+    def __str__(self) -> str:
+        where = ", ".join(map(str, self.hosts)) if self.is_remote else "this machine"
+        return f"{self.world_size} rank{'s' if self.world_size > 1 else ''} on {where}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementFlags:
+    """What the command line says about placement."""
+
+    num_gpus: int | None = None
+    hostfile: Path | None = None
+    include: str = ""
+    exclude: str = ""
+    master_addr: str | None = None
+    master_port: int | None = None
+
+
+def place(
+    flags: PlacementFlags,
+    *,
+    needs_hostfile: bool,
+    default_num_gpus: int,
+    environment: Mapping[str, str],
+    devices: Path = Path("/dev"),
+) -> Placement:
+    """Combine flags, hostfile, environment and the recipe's wishes into a placement.
+
+    Args:
+        flags: of the command line.
+        needs_hostfile: the recipe's deployment is multi_node.
+        default_num_gpus: ranks on this machine when no flag says otherwise.
+        environment: of the launcher; CUDA_VISIBLE_DEVICES and DS_ACCELERATOR are read.
+        devices: folder of device files.
+
+    Raises:
+        PlacementError, HostfileError: a contradiction, with the repair.
+    """
+    if flags.num_gpus is not None and flags.num_gpus < 1:
+        raise PlacementError(f"--num_gpus must be >= 1, got {flags.num_gpus}.")
+    if flags.num_gpus is not None and (flags.include or flags.exclude):
+        flag = "--include" if flags.include else "--exclude"
+        raise PlacementError(f"--num_gpus {flags.num_gpus} and {flag} exclude each other. Give one of them.")
+    if flags.master_port is not None and not 1 <= flags.master_port <= 65535:
+        raise PlacementError(f"--master_port must be in [1, 65535], got {flags.master_port}.")
+    if flags.hostfile is None:
+        if needs_hostfile:
+            raise PlacementError(
+                "the recipe's deployment is multi_node, but no --hostfile is given. Pass one (launch/hostfiles has "
+                "examples), or take a single_node recipe."
+            )
+        return _place_here(flags, default_num_gpus=default_num_gpus, environment=environment, devices=devices)
+    hosts = filter_hosts(read_hostfile(flags.hostfile), include=flags.include, exclude=flags.exclude)
+    if flags.num_gpus is not None:
+        for host in hosts:
+            if flags.num_gpus > len(host.slots):
+                raise PlacementError(
+                    f"--num_gpus {flags.num_gpus} is above {host} of {flags.hostfile}. Lower it, or correct the hostfile."
+                )
+        hosts = tuple(Host(host.name, host.slots[: flags.num_gpus]) for host in hosts)
+    if len(hosts) == 1 and is_local(hosts[0].name):
+        return _here(hosts[0].slots, whole=not (flags.include or flags.exclude), flags=flags)
+    return Placement(
+        hosts=hosts,
+        hostfile=flags.hostfile.absolute(),
+        num_gpus=flags.num_gpus,
+        include=flags.include,
+        exclude=flags.exclude,
+        master_addr=flags.master_addr,
+        master_port=flags.master_port,
+    )
+
+
+def _place_here(
+    flags: PlacementFlags, *, default_num_gpus: int, environment: Mapping[str, str], devices: Path
+) -> Placement:
+    allowed = visible_devices(environment) if accelerator_visible(environment, devices) else None
+    if flags.include or flags.exclude:
+        flag, text = ("--include", flags.include) if flags.include else ("--exclude", flags.exclude)
+        slots = allowed or tuple(range(count_devices(devices)))
+        if not slots:
+            raise PlacementError(
+                f"{flag} {text} names accelerators, but none is visible on this machine and no --hostfile is given. "
+                "Use --num_gpus for a number of CPU ranks, or pass --hostfile."
+            )
+        hosts = filter_hosts([Host("localhost", slots)], include=flags.include, exclude=flags.exclude)
+        return _here(hosts[0].slots, whole=False, flags=flags)
+    num_gpus = flags.num_gpus or default_num_gpus
+    if allowed is None:
+        return _here(tuple(range(num_gpus)), whole=True, flags=flags)
+    # deepspeed deletes CUDA_VISIBLE_DEVICES when --num_gpus is given, so the devices are named one by one.
+    if num_gpus > len(allowed):
+        raise PlacementError(
+            f"{num_gpus} ranks are wanted on this machine, but CUDA_VISIBLE_DEVICES={environment['CUDA_VISIBLE_DEVICES']} "
+            f"shows {len(allowed)}. Pass --num_gpus {len(allowed)}, or make more visible."
+        )
+    return _here(allowed[:num_gpus], whole=False, flags=flags)
+
+
+def _here(slots: tuple[int, ...], *, whole: bool, flags: PlacementFlags) -> Placement:
+    return Placement(
+        hosts=(Host("localhost", slots),),
+        num_gpus=len(slots) if whole else None,
+        include="" if whole else f"localhost:{','.join(map(str, slots))}",
+        master_addr=flags.master_addr,
+        master_port=flags.master_port,
+    )
+
+
+def accelerator_visible(environment: Mapping[str, str], devices: Path = Path("/dev")) -> bool:
+    """Whether a rank started with this environment can see an accelerator, judged by device files, without torch."""
+    if environment.get("DS_ACCELERATOR"):
+        return environment["DS_ACCELERATOR"] != "cpu"
+    if environment.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
+        return False
+    return any(any(devices.glob(pattern)) for pattern in _ACCELERATOR_FILES)
+
+
+def count_devices(devices: Path = Path("/dev")) -> int:
+    """Number of NVIDIA devices of this machine; 0 when there is none or they are of another make."""
+    return sum(1 for path in devices.glob("nvidia[0-9]*") if re.fullmatch(r"nvidia\d+", path.name))
+
+
+def visible_devices(environment: Mapping[str, str]) -> tuple[int, ...] | None:
+    """Device numbers of CUDA_VISIBLE_DEVICES; None when it is not set.
+
+    Raises:
+        PlacementError: it holds names (GPU-..., MIG-...), which deepspeed cannot pass on.
+    """
+    text = environment.get("CUDA_VISIBLE_DEVICES", "").strip()
+    if not text:
+        return None
+    if not re.fullmatch(r"\d+(\s*,\s*\d+)*", text):
+        raise PlacementError(
+            f"CUDA_VISIBLE_DEVICES={text}: the deepspeed launcher understands device numbers only. Set it to numbers, "
+            "for example 0,1."
+        )
+    return tuple(int(number) for number in text.split(","))
+
+
+def free_port() -> int:
+    """A TCP port that nothing on this machine listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def port_is_free(port: int) -> bool:
+    """Whether this machine can listen on the port."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True

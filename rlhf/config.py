@@ -327,7 +327,8 @@ def parse_config(config_class: type[Config], argv: Sequence[str] | None = None, 
     parser.add_argument("--config", action="config", help="YAML recipe of this stage.")
     parser.add_class_arguments(config_class)
     try:
-        values = vars(parser.instantiate(parser.parse_args(arguments)))
+        # Indexed, not vars(): jsonargparse stores names of its own methods, such as `update`, under another spelling.
+        values = parser.instantiate(parser.parse_args(arguments))
         return config_class(**{f.name: values[f.name] for f in dataclasses.fields(config_class)})  # type: ignore[arg-type]
     except ValueError as error:
         parser.error(str(error))

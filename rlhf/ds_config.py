@@ -27,6 +27,9 @@ _OWNED_BY_YAML = {
     "train_batch_size": "the YAML's `global_batch_size` (PPO: `update.minibatch_size`) says it",
 }
 
+# With these values of DeepSpeed's own, a JSON was written by `resolve`, for the record of a run.
+_RESOLVED = {"gradient_accumulation_steps": 1, "gradient_clipping": 0.0}
+
 _NOT_SUPPORTED = {
     "gradient_allreduce_op": "the engine normalises losses for a mean over ranks",
     "managed_gradient_accumulation": "the engine sets the boundary of an optimiser step itself",
@@ -140,12 +143,13 @@ def check(raw: Mapping[str, Any], *, source: str = "DeepSpeed JSON") -> None:
     Raises:
         ValueError: "auto", unknown or refused keys, a missing micro-batch, values that contradict each other.
     """
+    resolved = _is_resolved(raw)
     for key in raw:
-        if key in _OWNED_BY_YAML:
+        if key in _OWNED_BY_YAML and not resolved:
             _fail(source, f"`{key}` does not belong here: {_OWNED_BY_YAML[key]}. Remove it.")
         if key in _NOT_SUPPORTED:
             _fail(source, f"`{key}` is not supported: {_NOT_SUPPORTED[key]}. Remove it.")
-        if key not in _KNOWN:
+        if key not in _KNOWN and not (resolved and key in _OWNED_BY_YAML):
             hint = _did_you_mean(key, [*_KNOWN, *_OWNED_BY_YAML])
             _fail(source, f"unknown key `{key}`, which DeepSpeed would silently ignore.{hint} Correct or remove it.")
     for path, value in _leaves(raw):
@@ -164,6 +168,10 @@ def check(raw: Mapping[str, Any], *, source: str = "DeepSpeed JSON") -> None:
         _fail(source, f"`zero_optimization.stage` must be 0, 1, 2 or 3, got {stage!r}.")
     _check_zero(raw, stage, source)
     _hybrid_engine(raw, source)
+
+
+def _is_resolved(raw: Mapping[str, Any]) -> bool:
+    return "train_batch_size" in raw and all(raw.get(key) == value for key, value in _RESOLVED.items())
 
 
 def _check_zero(raw: Mapping[str, Any], stage: int, source: str) -> None:
@@ -202,10 +210,10 @@ def resolve(
     lora: bool = False,
     source: str = "DeepSpeed JSON",
 ) -> dict[str, Any]:
-    """The dict for deepspeed.initialize: the JSON plus what the YAML and the ranks decide.
+    """The whole of a run's DeepSpeed settings: the JSON plus what the YAML and the ranks decide.
 
-    Accumulation is 1 and clipping 0 for DeepSpeed, because the engine sets the boundary and clips by itself; the
-    `hybrid_engine` section is left out, because the engine honours it and DeepSpeed's own would replace it.
+    Accumulation is 1 and clipping 0 for DeepSpeed, because the engine sets the boundary and clips by itself. Resolving
+    what is resolved already, by the same values, changes nothing: a run can be repeated from the JSON in its folder.
 
     Args:
         raw: content of the JSON.
@@ -221,34 +229,41 @@ def resolve(
     check(raw, source=source)
     assert trainable == (optim is not None), "a trainable model needs optim, a frozen one has none"
     ds: dict[str, Any] = copy.deepcopy(dict(raw))
-    hybrid = _hybrid_engine(ds, source)
-    ds.pop("hybrid_engine", None)
-    zero = ds.setdefault("zero_optimization", {})
-    stage = zero.setdefault("stage", 0)
-    offload = _offload_device(zero, "offload_optimizer")
-    if hybrid.enabled and stage == 2 and offload and not lora:
+    stage = ds.setdefault("zero_optimization", {}).setdefault("stage", 0)
+    offload = _offload_device(ds["zero_optimization"], "offload_optimizer")
+    _check_use(ds, stage=stage, offload=offload, trainable=trainable, lora=lora, source=source)
+    derived: dict[str, Any] = {"train_batch_size": ds[MICRO_BATCH_KEY] * world_size, **_RESOLVED}
+    if optim is not None:
+        cpu_adam = bool(offload and ds.get("zero_force_ds_cpu_optimizer"))
+        derived["optimizer"] = _optimizer(optim, deepspeed_cpu_adam=cpu_adam)
+    for key in [key for key in _OWNED_BY_YAML if key in ds]:
+        if ds[key] != derived.get(key):
+            _fail(
+                source,
+                f"`{key}` was resolved to {ds[key]!r} by an earlier run, this one needs {derived.get(key)!r}. Use the "
+                "same YAML and number of ranks, or name the JSON that the earlier run started from.",
+            )
+    ds.update(derived)
+    ds.setdefault("steps_per_print", None)
+    if trainable and stage in (1, 2) and not offload and not ds.get("fp16", {}).get("enabled"):
+        # The engine has the norm already; fp16 needs DeepSpeed's own to find overflows.
+        ds["zero_optimization"].setdefault("compute_grad_norm", False)
+    return ds
+
+
+def _check_use(
+    ds: Mapping[str, Any], *, stage: int, offload: str | None, trainable: bool, lora: bool, source: str
+) -> None:
+    if _hybrid_engine(ds, source).enabled and stage == 2 and offload and not lora:
         _fail(
             source,
             "ZeRO-2 with the hybrid engine and optimizer offload, all weights trained: refused, because this "
             "combination was unstable in DeepSpeed-Chat and the cause never found. Use ZeRO-3, or LoRA, or no offload.",
         )
-    if not trainable:
-        if stage in (1, 2):
-            _fail(source, f"stage {stage} shards optimizer state, and a frozen model has none. Use 0 or 3.")
-        if offload:
-            _fail(source, "`zero_optimization.offload_optimizer` is set, and a frozen model has none. Remove it.")
-        if hybrid.enabled:
-            _fail(source, "`hybrid_engine` is enabled, and a frozen model does not generate. Remove it.")
-    ds["train_batch_size"] = ds[MICRO_BATCH_KEY] * world_size
-    ds["gradient_accumulation_steps"] = 1
-    ds["gradient_clipping"] = 0.0
-    ds.setdefault("steps_per_print", None)
-    if optim is not None:
-        ds["optimizer"] = _optimizer(optim, deepspeed_cpu_adam=bool(offload and ds.get("zero_force_ds_cpu_optimizer")))
-        if stage in (1, 2) and not offload and not ds.get("fp16", {}).get("enabled"):
-            # The engine has the norm already; fp16 needs DeepSpeed's own to find overflows.
-            zero.setdefault("compute_grad_norm", False)
-    return ds
+    if not trainable and stage in (1, 2):
+        _fail(source, f"stage {stage} shards optimizer state, and a frozen model has none. Use 0 or 3.")
+    if not trainable and offload:
+        _fail(source, "`zero_optimization.offload_optimizer` is set, and a frozen model has none. Remove it.")
 
 
 def _optimizer(optim: OptimConfig, *, deepspeed_cpu_adam: bool) -> dict[str, Any]:

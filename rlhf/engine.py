@@ -122,7 +122,7 @@ class TrainEngine:
 
         Args:
             model: the weights with requires_grad are trained; built inside `zero3_init(ds)` for stage 3.
-            ds: content of the DeepSpeed JSON (`ds_config.load`).
+            ds: content of the DeepSpeed JSON, as loaded or resolved.
             optim: optimiser and schedule.
             role: name in errors: policy, reward, actor, critic.
             num_steps: length of the learning-rate schedule in optimiser steps.
@@ -145,6 +145,11 @@ class TrainEngine:
             self._engine.optimizer.clip_grad = optim.clip_norm
         self._loss_is_finite = torch.ones((), dtype=torch.bool, device=self.device)
         self._at_boundary = False
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether no rank holds the whole weights (ZeRO-3)."""
+        return self.zero_stage == 3
 
     @property
     def module(self) -> nn.Module:
@@ -268,22 +273,14 @@ class TrainEngine:
             yield self.module
 
     @contextmanager
-    def sharded_generation_module(self) -> Iterator[nn.Module]:
+    def sharded_module(self) -> Iterator[nn.Module]:
         """The model to generate with, in eval mode, on sharded weights: lean, slow, and every rank in lockstep.
 
         DeepSpeed gathers each layer in each forward, so every rank has to make the same number of forwards; a rank that
         is done goes on with the others. Hugging Face's generate finds that out by itself in this block (synced_gpus).
         """
-        if self.zero_stage != 3:
-            with self._evaluating():
-                yield self.module
-            return
-        with self._evaluating(), zero3_init(self.ds):
-            _release(self._engine)
-            try:
-                yield self.module
-            finally:
-                _release(self._engine)
+        with self._evaluating(), _sharded_weights(self._engine, self.ds):
+            yield self.module
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -345,6 +342,7 @@ class FrozenEngine:
         """
         self.role = role
         self.zero_stage = ds_config.zero_stage(ds)
+        self.hybrid_engine = ds_config.hybrid_engine(ds)
         self.ds = ds_config.resolve(ds, optim=None, world_size=distributed.world_size(), trainable=False)
         model.requires_grad_(requires_grad=False)
         self._engine: Any = None
@@ -365,10 +363,21 @@ class FrozenEngine:
         """The model's forward."""
         return (self.module if self._engine is None else self._engine)(*args, **kwargs)
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether no rank holds the whole weights (ZeRO-3)."""
+        return self.zero_stage == 3
+
     @contextmanager
     def generation_module(self) -> Iterator[nn.Module]:
         """As `TrainEngine.generation_module`."""
         with _whole_weights(self._engine, self.zero_stage):
+            yield self.module
+
+    @contextmanager
+    def sharded_module(self) -> Iterator[nn.Module]:
+        """As `TrainEngine.sharded_module`."""
+        with _sharded_weights(self._engine, self.ds):
             yield self.module
 
     def full_state_dict(self, module: nn.Module | None = None) -> dict[str, Tensor] | None:
@@ -377,7 +386,9 @@ class FrozenEngine:
 
 
 def _initialize(model: nn.Module, ds: dict[str, Any], *, parameters: list[dict[str, Any]] | None) -> Any:
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=ds, dist_init_required=False)
+    # DeepSpeed's own hybrid engine fails on CPUs and does nothing useful on GPUs; the section is honoured here instead.
+    config = {key: value for key, value in ds.items() if key != "hybrid_engine"}
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=config, dist_init_required=False)
     return engine
 
 
@@ -502,3 +513,19 @@ def _whole_weights(engine: Any, zero_stage: int) -> Iterator[None]:
     finally:
         del ds_offload.FWD_MODULE_STACK[stack_depth:]
         _release(engine)
+
+
+@contextmanager
+def _sharded_weights(engine: Any, ds: Mapping[str, Any]) -> Iterator[None]:
+    """Inside: weights stay sharded, and transformers knows that forwards are collective. After: all released."""
+    if ds_config.zero_stage(ds) != 3:
+        yield
+        return
+    stack_depth = len(ds_offload.FWD_MODULE_STACK)
+    with zero3_init(ds):
+        _release(engine)
+        try:
+            yield
+        finally:
+            del ds_offload.FWD_MODULE_STACK[stack_depth:]
+            _release(engine)

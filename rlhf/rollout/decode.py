@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf.config import SamplingConfig
 from rlhf.data.collate import left_pad
 from rlhf.models.backbone import base_of
+from rlhf.models.build import check_length_fits
 from rlhf.ops import position_ids_from_mask, transform_logits
 from rlhf.rollout.cache import BufferCache
 from rlhf.rollout.sampling import sample_tokens, uniform
@@ -79,7 +80,7 @@ def generate(  # noqa: PLR0913  the coordinates of sampling are named one by one
         tokenizer: needed for `sampling.stop_strings`.
         all_ranks_running: for a model whose forward is a collective (sharded ZeRO-3): called before each forward with
             True and, once this rank is done, with False until it returns False. It returns whether any rank gave True.
-            All ranks then make the same number of forwards.
+            All ranks then make the same number of forwards, also those without prompts.
         progress: called with (tokens produced, responses finished) about every `progress_every` tokens.
         progress_every: tokens between two calls of `progress`.
         sync_every: tokens between two looks of the host at the batch; None: 1 on CPUs, 8 on accelerators.
@@ -92,9 +93,10 @@ def generate(  # noqa: PLR0913  the coordinates of sampling are named one by one
             `sampling` missing, or stop strings without a tokenizer.
         FloatingPointError: the model's logits are not finite.
     """
-    _check_rows(prompts, uids=uids, sample_ids=sample_ids, max_new_tokens=max_new_tokens)
+    _check_rows(prompts, uids=uids, sample_ids=sample_ids)
+    _check_positive(max_new_tokens=max_new_tokens, batch_size=batch_size, sync_every=sync_every)
     if prompts:
-        check_context(model, prompt_tokens=max(map(len, prompts)), new_tokens=max_new_tokens)
+        check_length_fits(cast(Any, base_of(model)).config, max(map(len, prompts)) + max_new_tokens)
     if missing := sorted(set(sampling.stop_token_ids) - set(stop_token_ids)):
         raise ValueError(f"stop_token_ids={list(stop_token_ids)} lack {missing} of sampling.stop_token_ids. Add them.")
     device = next(model.parameters()).device
@@ -148,33 +150,21 @@ def inference(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def check_context(model: nn.Module, *, prompt_tokens: int, new_tokens: int) -> None:
-    """Check that a prompt and its response fit the model's positions.
-
-    Raises:
-        ValueError: they do not.
-    """
-    limit = getattr(model.config, "max_position_embeddings", None)
-    if isinstance(limit, int) and prompt_tokens + new_tokens > limit:
-        raise ValueError(
-            f"a prompt of {prompt_tokens} tokens and max_new_tokens={new_tokens} exceed the model's "
-            f"max_position_embeddings={limit}. Lower data.max_prompt_tokens or data.max_response_tokens."
-        )
-
-
-def _check_rows(
-    prompts: Sequence[Sequence[int]], *, uids: Sequence[int], sample_ids: Sequence[int], max_new_tokens: int
-) -> None:
+def _check_rows(prompts: Sequence[Sequence[int]], *, uids: Sequence[int], sample_ids: Sequence[int]) -> None:
     if not len(prompts) == len(uids) == len(sample_ids):
         raise ValueError(
             f"prompts, uids and sample_ids must have one entry per row, got {len(prompts)}, {len(uids)}, "
             f"{len(sample_ids)}."
         )
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be >= 1, got {max_new_tokens}.")
     for row, prompt in enumerate(prompts):
         if not len(prompt):
             raise ValueError(f"prompt {row} has no token. Give it at least a bos token or drop the row.")
+
+
+def _check_positive(**numbers: int | None) -> None:
+    for name, value in numbers.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be >= 1, got {value}.")
 
 
 class _StepModel:

@@ -12,8 +12,8 @@ from rlhf.config import SamplingConfig
 
 
 def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
-    """Sum of x where mask is True; what stands elsewhere, NaN and inf included, does not count."""
-    return torch.where(mask, x, 0).sum()
+    """Sum of x where mask is True, in float32 at least; what stands elsewhere, NaN and inf included, does not count."""
+    return torch.where(mask, x, 0).to(torch.promote_types(x.dtype, torch.float32)).sum()
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:

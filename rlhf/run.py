@@ -93,14 +93,10 @@ class Clock:
             self.phase = None
 
     def lap(self) -> dict[str, float]:
-        """Seconds since the last call: each phase, `other` (outside of all), `train` (all but eval); starts again."""
+        """Seconds since the last call: each phase, `wall` (all), `train` (all but eval); starts again."""
         now = time.perf_counter()
         wall = 0.0 if self.lap_start is None else now - self.lap_start
-        lap = {
-            **self.seconds,
-            "other": max(0.0, wall - sum(self.seconds.values())),
-            "train": wall - self.seconds["eval"],
-        }
+        lap = {**self.seconds, "wall": wall, "train": wall - self.seconds["eval"]}
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.lap_start = now if self.lap_start is not None else None
         return lap
@@ -314,7 +310,9 @@ class Run:
             maxima={**lap, "startup": startup, "memory": float(peak_memory_bytes())},
         )
         self._tokens = 0
-        tokens, seconds = reduced.totals["tokens"], reduced.maxima
+        tokens, seconds = reduced.totals["tokens"], dict(reduced.maxima)
+        # Of the phases' slowest ranks: a fast rank that waits for a slow one's update is not doing something else.
+        seconds["other"] = max(0.0, seconds["wall"] - sum(seconds[phase] for phase in PHASES))
         self.totals.tokens += tokens
         if num_steps:  # what follows the last step is export and evaluation
             self.totals.train_seconds += seconds["train"]

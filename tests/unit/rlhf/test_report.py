@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from rlhf.artifacts import Contract, write_json, write_manifest
-from rlhf.report import Stage, clock_time, number, panels, read_stage, write_report
-from rlhf.report_plots import running_mean
+from rlhf.report import PHASES, Stage, clock_time, number, panels, read_stage, write_report
+from rlhf.report_plots import running_mean, stacked_seconds
 
 SCRIPT = "<script>alert('x')</script>"
 CONTRACT = Contract(tokenizer="9f" * 32, template_name="plain", template_fingerprint="aa" * 32, stop_token_id=2)
@@ -259,7 +259,14 @@ def test_every_curve_is_of_a_registered_metric() -> None:
 
 
 def test_running_mean() -> None:
-    assert running_mean([1.0, 3.0, math.nan, 5.0], 2) == [1.0, 2.0, 3.0, 5.0]
+    assert running_mean([1.0, 3.0, math.nan, 5.0], 2) == [2.0, 2.0, 4.0, 5.0]
+    ramp = [float(i) for i in range(100)]
+    assert running_mean(ramp, 5)[2:-2] == ramp[2:-2]
+
+
+def test_long_runs_are_shown_in_hours() -> None:
+    assert ">12.5 h<" in stacked_seconds({"PPO": {"rollout": 45000.0}}, PHASES)
+    assert "wall seconds" in stacked_seconds({"PPO": {"rollout": 45.0}}, PHASES)
 
 
 @pytest.mark.parametrize(

@@ -334,7 +334,7 @@ def test_tensorboard_gets_the_same_lines(tmp_path: Path) -> None:
     assert list((tmp_path / "tensorboard").iterdir())
 
 
-def test_wandb_offline_takes_the_same_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_takes_the_same_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "disabled")
     run = start(tmp_path, wandb_project="test")

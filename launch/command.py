@@ -2,8 +2,8 @@
 
 What DeepSpeed 0.19's launcher does by itself and is kept from doing here:
 
-- It picks up /job/hostfile when no --hostfile is given, and then starts --num_gpus ranks on every host in it. A run on this
-  machine passes `--hostfile /dev/null`, which it takes for "no hostfile".
+- It picks up /job/hostfile when no --hostfile is given, and then starts --num_gpus ranks on every host in it. A run on
+  this machine passes `--hostfile /dev/null`, which it takes for "no hostfile".
 - With one host left it starts on this machine, whatever the host's name. A remote host gets --force_multi.
 - Over pdsh it carries only a few variables and quotes neither arguments nor values. Ours go through DS_ENV_FILE after a
   check that they hold nothing a shell would expand.
@@ -96,8 +96,8 @@ def remote_variables(
     """Variables that ranks on other machines get: the user's .deepspeed_env files, ours by prefix, and the recipe's.
 
     Raises:
-        CommandError: a line is no assignment, or a value holds what a remote shell would expand. Values are not printed:
-            they may be tokens.
+        CommandError: a line is no assignment, or a value holds what a remote shell would expand. Values are not
+            printed: they may be tokens.
     """
     carried: dict[str, str] = {}
     for path in files:

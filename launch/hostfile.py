@@ -1,7 +1,7 @@
 """Read a hostfile, strictly, and apply --include / --exclude to it. No torch.
 
-DeepSpeed's own reader accepts zero slots, `slots=2abc`, a byte-order mark inside the first name and shell text as a name,
-and takes a missing file for "train on this machine alone". Here each of these is an error that names the line.
+DeepSpeed's own reader accepts zero slots, `slots=2abc`, a byte-order mark inside the first name and shell text as a
+name, and takes a missing file for "train on this machine alone". Here each of these is an error that names the line.
 """
 
 import re
@@ -39,8 +39,8 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
         raw = path.read_bytes()
     except FileNotFoundError:
         raise HostfileError(
-            f"hostfile {path} does not exist. DeepSpeed would train on this machine alone; give the right path, or drop "
-            "--hostfile for a run on one machine."
+            f"hostfile {path} does not exist. DeepSpeed would train on this machine alone; give the right path, "
+            "or drop --hostfile for a run on one machine."
         ) from None
     except OSError as error:
         raise HostfileError(f"hostfile {path} cannot be read: {error.strerror}.") from None

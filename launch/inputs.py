@@ -1,4 +1,4 @@
-"""What a stage's result depends on, so that a finished stage is run again when, and only when, that has changed. No torch."""
+"""What a stage's result depends on, so that a finished stage runs again if, and only if, that changed. No torch."""
 
 import hashlib
 import json
@@ -23,7 +23,7 @@ _HASHED_BYTES = 256 * 2**20
 def stage_inputs(stage: Stage) -> dict[str, Any]:
     """Flat name -> JSON-able value: the resolved config, the DeepSpeed JSONs, data and models by content.
 
-    Keys that another stage of the run feeds appear as that stage's model, not as a path, so a moved run is still the same.
+    Keys that another stage of the run feeds appear as that stage's model, not as a path, so a moved run is the same.
     """
     inputs: dict[str, Any] = {}
     for key, value in _flatten(to_dict(stage.config)):

@@ -1,8 +1,8 @@
 """Run the stages of a recipe one after the other: decide, start, watch, hand on, sum up. No torch.
 
-A run folder holds `step1_sft`, `step2_reward`, `step3_ppo` (written by the stages), `configs/` (what each was started with),
-`logs/<stage>.<attempt>.log`, `launch.json` (what each attempt's inputs were and how it ended), `summary.json`, the report,
-and `previous/` (folders of earlier attempts; nothing is deleted).
+A run folder holds `step1_sft`, `step2_reward`, `step3_ppo` (written by the stages), `configs/` (what each was started
+with), `logs/<stage>.<attempt>.log`, `launch.json` (what each attempt's inputs were and how it ended), `summary.json`,
+the report, and `previous/` (folders of earlier attempts; nothing is deleted).
 """
 
 import contextlib
@@ -98,6 +98,27 @@ def run(options: RunOptions) -> int:
         for line in lines:
             console.print(Text(f"  - {line}"), soft_wrap=True)
         return EXIT_USAGE
+
+
+def check_recipe(recipe: str, *, data: str | None, flags: PlacementFlags) -> int:
+    """Print all that would stop a run of the recipe on this machine; 0 if nothing would, else 2."""
+    console = make_console()
+    try:
+        plan = make_plan(RunOptions(recipe=recipe, data=data, placement=flags))
+        problems = preflight.check(
+            plan.recipe, plan.stages, plan.placement, run_dir=plan.run_dir, environment=plan.environment
+        )
+        problems += [] if problems else preflight.unreachable_hosts(plan.placement)
+        if problems:
+            raise PlanError("\n".join(map(str, problems)))
+    except PlanError as error:
+        for line in str(error).splitlines():
+            console.print(Text(f"  - {line}"), soft_wrap=True)
+        return EXIT_USAGE
+    console.print(
+        Text(f"{plan.recipe.name}: {', '.join(stage.folder for stage in plan.stages)} on {plan.placement}: no problem")
+    )
+    return 0
 
 
 def make_plan(options: RunOptions, environment: Mapping[str, str] | None = None) -> Plan:
@@ -197,8 +218,8 @@ def decide(
         return Decision("run", "unfinished; its saved state is set aside (--resume would continue it)", inputs)
     if changed:
         raise PlanError(
-            f"--resume: {stage.folder} has a saved state of other inputs: {'; '.join(changed)}. Restore them, or start the "
-            "stage over with --force."
+            f"--resume: {stage.folder} has a saved state of other inputs: {'; '.join(changed)}. Restore them, or "
+            "start the stage over with --force."
         )
     return Decision("resume", "continues from its saved state", inputs)
 
@@ -433,7 +454,8 @@ def read_record(run_dir: Path) -> dict[str, Any]:
         return {}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise PlanError(
-            f"{run_dir / 'launch.json'} cannot be read ({error}). Delete it to run all stages anew, or pass another --out."
+            f"{run_dir / 'launch.json'} cannot be read ({error}). Delete it to run all stages anew, or pass another "
+            "--out."
         ) from None
     return dict(stages)
 

@@ -100,7 +100,8 @@ def place(
         for host in hosts:
             if flags.num_gpus > len(host.slots):
                 raise PlacementError(
-                    f"--num_gpus {flags.num_gpus} is above {host} of {flags.hostfile}. Lower it, or correct the hostfile."
+                    f"--num_gpus {flags.num_gpus} is above {host} of {flags.hostfile}. Lower it, or correct the "
+                    "hostfile."
                 )
         hosts = tuple(Host(host.name, host.slots[: flags.num_gpus]) for host in hosts)
     if len(hosts) == 1 and is_local(hosts[0].name):
@@ -136,8 +137,9 @@ def _place_here(
     # deepspeed deletes CUDA_VISIBLE_DEVICES when --num_gpus is given, so the devices are named one by one.
     if num_gpus > len(allowed):
         raise PlacementError(
-            f"{num_gpus} ranks are wanted on this machine, but CUDA_VISIBLE_DEVICES={environment['CUDA_VISIBLE_DEVICES']} "
-            f"shows {len(allowed)}. Pass --num_gpus {len(allowed)}, or make more visible."
+            f"{num_gpus} ranks are wanted on this machine, but CUDA_VISIBLE_DEVICES="
+            f"{environment['CUDA_VISIBLE_DEVICES']} shows {len(allowed)}. Pass --num_gpus {len(allowed)}, or "
+            "make more visible."
         )
     return _here(allowed[:num_gpus], whole=False, flags=flags)
 

@@ -1,7 +1,7 @@
 """Everything that can be checked before a process is started. No torch.
 
-All problems are found at once. A problem of this machine (a file that is not here, no accelerator, a full disk) does not
-stop a dry run, which may take place on a login node.
+All problems are found at once. A problem of this machine (a file that is not here, no accelerator, a full disk) does
+not stop a dry run, which may take place on a login node.
 """
 
 import shutil
@@ -90,8 +90,8 @@ def unreachable_hosts(placement: Placement, *, timeout_seconds: int = 8) -> list
         reached = list(pool.map(answers, names))
     return [
         Problem(
-            f"host {name} of {placement.hostfile} does not answer `ssh -o BatchMode=yes {name} true`. Set up ssh without a "
-            "password to it, also from a host to itself, or leave it out with --exclude.",
+            f"host {name} of {placement.hostfile} does not answer `ssh -o BatchMode=yes {name} true`. Set up ssh "
+            "without a password to it, also from a host to itself, or leave it out with --exclude.",
             here=True,
         )
         for name, ok in zip(names, reached, strict=True)
@@ -174,8 +174,8 @@ def _model_problems(stage: Stage, stages: Sequence[Stage], environment: Mapping[
     for key, path in paths.items():
         if path and is_hub_name(path) and offline and not _in_hub_cache(path, environment):
             yield Problem(
-                f"{key}={path}: HF_HUB_OFFLINE is set and the model is not in the cache. Unset it, or download the model "
-                f"first: hf download {path}",
+                f"{key}={path}: HF_HUB_OFFLINE is set and the model is not in the cache. Unset it, or download the "
+                f"model first: hf download {path}",
                 here=True,
             )
 
@@ -193,8 +193,8 @@ def _length_problems(stage: Stage, stages: Sequence[Stage]) -> Iterator[Problem]
         limit = _origin(stage, key, stages).get("max_position_embeddings")
         if isinstance(limit, int) and longest > limit:
             yield Problem(
-                f"data.max_prompt_tokens + data.max_response_tokens = {longest} is above max_position_embeddings={limit} "
-                f"of {key}. Lower the lengths, or use a model with more positions."
+                f"data.max_prompt_tokens + data.max_response_tokens = {longest} is above max_position_embeddings="
+                f"{limit} of {key}. Lower the lengths, or use a model with more positions."
             )
 
 
@@ -227,7 +227,8 @@ def _split_problems(stages: Sequence[Stage]) -> Iterator[Problem]:
             if first.config.data.split != stage.config.data.split:
                 yield Problem(
                     f"{stage.folder}: data.split={stage.config.data.split} divides {source.path} otherwise than "
-                    f"{first.folder} does ({first.config.data.split}), so a prompt could stand in both. Make them equal."
+                    f"{first.folder} does ({first.config.data.split}), so a prompt could stand in both. Make them "
+                    "equal."
                 )
     for first, second in zip(stages, stages[1:], strict=False):
         if first.config.data.template != second.config.data.template:
@@ -262,19 +263,26 @@ def _machine_problems(
     recipe: Recipe, placement: Placement, environment: Mapping[str, str], *, on_cpu: bool
 ) -> Iterator[Problem]:
     if placement.is_remote:
-        for program in ("pdsh", "ssh"):
+        for program, package in (("pdsh", "pdsh"), ("ssh", "openssh-client")):
             if shutil.which(program) is None:
-                yield Problem(f"{program} is not installed, and deepspeed starts ranks on other machines with it. "
-                              f"Install it (Debian: apt-get install {'pdsh' if program == 'pdsh' else 'openssh-client'}).",
-                              here=True)  # fmt: skip
+                yield Problem(
+                    f"{program} is not installed, and deepspeed starts ranks on other machines with it. Install it "
+                    f"(Debian: apt-get install {package}).",
+                    here=True,
+                )
         yield from _own_address_problems(placement, environment)
     elif recipe.needs_accelerator and on_cpu:
-        yield Problem(f"recipe {recipe.name} needs accelerators, but none is visible on this machine (no device file, or "
-                      "DS_ACCELERATOR=cpu, or CUDA_VISIBLE_DEVICES is empty). Run it where there are some, or take a CPU "
-                      "recipe.", here=True)  # fmt: skip
+        yield Problem(
+            f"recipe {recipe.name} needs accelerators, but none is visible on this machine (no device file, or "
+            "DS_ACCELERATOR=cpu, or CUDA_VISIBLE_DEVICES is empty). Run it where there are some, or take a CPU recipe.",
+            here=True,
+        )
     elif not on_cpu and 0 < count_devices() < placement.world_size and placement.num_gpus is not None:
-        yield Problem(f"{placement.world_size} ranks are wanted, but this machine has {count_devices()} accelerators. Pass "
-                      f"--num_gpus {count_devices()}.", here=True)  # fmt: skip
+        yield Problem(
+            f"{placement.world_size} ranks are wanted, but this machine has {count_devices()} accelerators. Pass "
+            f"--num_gpus {count_devices()}.",
+            here=True,
+        )
     port = placement.master_port
     if port is not None and (not placement.is_remote or is_local(placement.hosts[0].name)) and not port_is_free(port):
         yield Problem(
@@ -291,8 +299,9 @@ def _own_address_problems(placement: Placement, environment: Mapping[str, str]) 
     here = any(is_local(host.name) for host in placement.hosts)
     if here and address.startswith("127.") and not environment.get("GLOO_SOCKET_IFNAME"):
         yield Problem(
-            f"the name of this machine, {socket.gethostname()}, stands for {address}, which other machines cannot reach. "
-            "Set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the interface of the cluster, or mend /etc/hosts.",
+            f"the name of this machine, {socket.gethostname()}, stands for {address}, which other machines cannot "
+            "reach. Set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the interface of the cluster, or mend "
+            "/etc/hosts.",
             here=True,
         )
 
@@ -307,8 +316,8 @@ def _disk_problems(to_run: Sequence[Stage], stages: Sequence[Stage], run_dir: Pa
     free = free_bytes(run_dir)
     if free < wanted:
         yield Problem(
-            f"{run_dir}: the run writes about {wanted / 1e9:.1f} GB, but {free / 1e9:.1f} GB are free there. Make room, pass "
-            "another --out, or lower run.keep_states.",
+            f"{run_dir}: the run writes about {wanted / 1e9:.1f} GB, but {free / 1e9:.1f} GB are free there. Make "
+            "room, pass another --out, or lower run.keep_states.",
             here=True,
         )
 

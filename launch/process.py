@@ -1,8 +1,8 @@
 """Run one launcher process with its ranks: watch it, end all of it, and say which rank failed and how. No torch.
 
-The ranks' exit codes reach us garbled: DeepSpeed's per-node launcher turns a rank's signal 9 into exit code 247, never says
-which rank it was, and the front-end exits 0 when the per-node launcher itself dies by a signal. So ranks are watched in
-/proc, and whether a stage succeeded is read from the result it wrote, not from the code alone.
+The ranks' exit codes reach us garbled: DeepSpeed's per-node launcher turns a rank's signal 9 into exit code 247, never
+says which rank it was, and the front-end exits 0 when the per-node launcher itself dies by a signal. So ranks are
+watched in /proc, and whether a stage succeeded is read from the result it wrote, not from the code alone.
 """
 
 import contextlib
@@ -152,8 +152,8 @@ def describe_failure(outcome: Outcome, log_text: str) -> str:
         return f"host {name} failed: {describe_code(int(code_text)) if code_text else words}"
     if outcome.num_leftover:
         return (
-            f"the launcher ended with {describe_code(outcome.returncode)} while {outcome.num_leftover} of its processes "
-            "were still running; they were ended"
+            f"the launcher ended with {describe_code(outcome.returncode)} while {outcome.num_leftover} of its "
+            "processes were still running; they were ended"
         )
     return f"the launcher ended with {describe_code(outcome.returncode)}"
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeVar
 
+import yaml
+
 from rlhf.config import ModelConfig, parse_config, to_dict
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig
@@ -36,13 +38,16 @@ class StageEntry:
     config: str
     """The stage's YAML, relative to pipeline.yaml."""
     feeds: dict[str, str] = field(default_factory=dict)
-    """Dotted key of the stage's config -> value, in which {sft}, {reward} and {ppo} are the model folders of this run."""
+    """Dotted key of the stage's config -> value, in which {sft}, {reward}, {ppo} are model folders of this run, and
+    {data} is --data, or data.root of the YAML without it."""
 
     def __post_init__(self) -> None:
         for key, value in self.feeds.items():
             for name in _PLACEHOLDER.findall(value):
-                if name not in STAGES:
-                    raise ValueError(f"feeds.{key}: {value!r} names {{{name}}}. Use {{sft}}, {{reward}} or {{ppo}}.")
+                if name not in (*STAGES, "data"):
+                    raise ValueError(
+                        f"feeds.{key}: {value!r} names {{{name}}}. Use {{sft}}, {{reward}}, {{ppo}} or {{data}}."
+                    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,13 +245,14 @@ def resolve_stages(
             problems.append(f"{recipe_path}: stages.{stage}.config: {config_path} does not exist.")
             continue
         out_dir = run_dir / FOLDERS[stage]
-        argv = ["--config", str(config_path)]
-        argv += [f"--{key}={fill(value, run_dir)}" for key, value in entry.feeds.items()]
+        argv = [
+            f"--{key}={fill(value, run_dir, data_root or _data_root(config_path))}" for key, value in entry.feeds.items()
+        ]
         argv += [f"--run.out_dir={out_dir}", "--run.resume=false"]
         argv += [] if seed is None else [f"--run.seed={seed}"]
         argv += [] if data_root is None else [f"--data.root={data_root}"]
         try:
-            config = _parse(_CONFIG_CLASSES[stage], [*argv, *by_stage.get(stage, [])], source=str(config_path))
+            config = read_stage_config(stage, config_path, [*argv, *by_stage.get(stage, [])])
         except RecipeError as error:
             problems.append(str(error))
             continue
@@ -258,13 +264,32 @@ def resolve_stages(
     return resolved
 
 
-def fill(value: str, run_dir: Path) -> str:
-    """Put this run's model folders in the place of {sft}, {reward} and {ppo}."""
-    return _PLACEHOLDER.sub(lambda match: str(run_dir / FOLDERS[match.group(1)] / "model"), value)
+def read_stage_config(stage: str, path: Path, overrides: Sequence[str] = ()) -> StageConfig:
+    """Config of one stage from its YAML and `--section.key=value` overrides.
+
+    Raises:
+        RecipeError: unknown keys, wrong types, broken rules.
+    """
+    return _parse(_CONFIG_CLASSES[stage], ["--config", str(path), *overrides], source=str(path))
+
+
+def fill(value: str, run_dir: Path, data_root: str = ".") -> str:
+    """Put this run's model folders in the place of {sft}, {reward} and {ppo}, and the data folder in that of {data}."""
+    folders = {"data": data_root, **{stage: str(run_dir / folder / "model") for stage, folder in FOLDERS.items()}}
+    return _PLACEHOLDER.sub(lambda match: folders[match.group(1)], value)
+
+
+def _data_root(config_path: Path) -> str:
+    """data.root as the YAML has it; whether the YAML is sound is found by who parses it."""
+    try:
+        data = yaml.safe_load(config_path.read_text(encoding="utf-8"))["data"]
+        return str(data["root"] or ".")
+    except (yaml.YAMLError, OSError, KeyError, TypeError):
+        return "."
 
 
 def split_overrides(arguments: Sequence[str], stages: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
-    """`--sft.optim.lr 1e-3` or `--sft.optim.lr=1e-3` -> {"sft": ["--optim.lr=1e-3"]}, and what is wrong with the rest."""
+    """`--sft.optim.lr 1e-3` or `--sft.optim.lr=1e-3` -> {"sft": ["--optim.lr=1e-3"]}, and what is wrong."""
     by_stage: dict[str, list[str]] = {}
     problems = []
     rest = list(arguments)

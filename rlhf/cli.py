@@ -1,4 +1,4 @@
-"""The `rlhf` command. Each sub-command imports what it needs when it runs, so `rlhf --help` is quick and free of torch."""
+"""The `rlhf` command. Each sub-command imports what it needs when it runs, so `rlhf --help` is quick, without torch."""
 
 import argparse
 import sys
@@ -116,9 +116,7 @@ def _check(arguments: argparse.Namespace, _rest: Sequence[str]) -> int:
         except ArtifactError as error:
             print(f"rlhf check: {error}", file=sys.stderr)  # noqa: T201  the command's output
             return 2
-        print(
-            f"{arguments.target}: a {manifest.kind} model of {manifest.stage}, {len(manifest.files)} files as written"
-        )  # noqa: T201
+        print(f"{arguments.target}: {manifest.kind} model of {manifest.stage}, {len(manifest.files)} files intact")  # noqa: T201
         return 0
     from launch.pipeline import check_recipe
     from launch.placement import PlacementFlags
@@ -149,9 +147,32 @@ def _convert(arguments: argparse.Namespace, _rest: Sequence[str]) -> int:
 
 
 def _data(arguments: argparse.Namespace, _rest: Sequence[str]) -> int:
-    from rlhf.data.show import show
+    from launch.recipe import STAGES, read_stage_config
+    from rlhf.config import TokenizerConfig
+    from step3_ppo.config import PPOConfig
 
-    return show(arguments)
+    stage = arguments.stage or arguments.config.stem
+    try:
+        if stage not in STAGES:
+            raise ValueError(f"{arguments.config}: its name does not say the stage. Pass --stage sft, reward or ppo.")
+        root = [] if arguments.data is None else [f"--data.root={arguments.data}"]
+        config = read_stage_config(stage, arguments.config, root)
+        from rlhf.show import show_rows
+
+        lines = show_rows(
+            config.data,
+            TokenizerConfig() if isinstance(config, PPOConfig) else config.tokenizer,
+            config.actor if isinstance(config, PPOConfig) else config.model,
+            stage=stage,
+            part=arguments.part,
+            rows=arguments.rows,
+        )
+        for line in lines:
+            print(line)  # noqa: T201  the command's output
+    except (ValueError, OSError) as error:
+        print(f"rlhf data show: {error}", file=sys.stderr)  # noqa: T201
+        return 2
+    return 0
 
 
 if __name__ == "__main__":

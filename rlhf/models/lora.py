@@ -32,8 +32,8 @@ def add_lora(model: PreTrainedModel, cfg: LoRAConfig) -> nn.Module:
         if not any(name == target or name.endswith("." + target) for name in names):
             candidates = sorted({name.rsplit(".", 1)[-1] for name in names})
             raise ValueError(
-                f"lora.target_modules: 0 modules matched {target!r} in {type(model).__name__}. Its linear layers are "
-                f"{candidates}; name some of them, or leave the list empty for all."
+                f"lora.target_modules: 0 modules matched {target!r} in {type(model).__name__}. Its linear layers but the "
+                f"head, which takes no adapter, are {candidates}; name some of them, or leave the list empty for all."
             )
     peft_config = cast(Any, LoraConfig)(
         r=cfg.rank, lora_alpha=cfg.alpha, lora_dropout=cfg.dropout, target_modules=list(targets), bias="none"

@@ -89,10 +89,8 @@ class Policy(nn.Module):
             return logprob_C, entropy_from_logits(logits_CV), logits_CV.argmax(dim=-1) == token_C
 
         head = cast(Any, base_of(self.model)).get_output_embeddings()
-        # An adapter on the head is a module of several modules, each with its own gather: then all in one chunk.
-        chunk_tokens = self.chunk_tokens if type(head) is nn.Linear else max(1, len(token_S))
         logprob_S, entropy_S, greedy_S = _in_chunks(
-            head, statistics, hidden_BTD[row_S, before_S], token_S, position_S, chunk_tokens=chunk_tokens
+            head, statistics, hidden_BTD[row_S, before_S], token_S, position_S, chunk_tokens=self.chunk_tokens
         )
         zero_BT = torch.zeros(token_ids_BT.shape, dtype=torch.float32, device=token_ids_BT.device)
         return PolicyOutput(

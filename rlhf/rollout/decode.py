@@ -5,7 +5,6 @@ device produces `sync_every` tokens, the host reads them, decides which rows are
 batch. What a row draws depends on its prompt and its coordinates alone (`sampling.uniform`), never on its batch mates.
 """
 
-import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +23,7 @@ from rlhf.models.build import check_length_fits
 from rlhf.ops import position_ids_from_mask, transform_logits
 from rlhf.rollout.cache import BufferCache
 from rlhf.rollout.sampling import sample_tokens, uniform
+from rlhf.rollout.stopping import StopRule
 
 # Tokens produced between two looks of the host at the batch: a look costs an accelerator a pipeline stall and the CPU
 # nothing, while a finished row costs up to that many wasted tokens.
@@ -101,7 +101,7 @@ def generate(  # noqa: PLR0913  the coordinates of sampling are named one by one
         raise ValueError(f"stop_token_ids={list(stop_token_ids)} lack {missing} of sampling.stop_token_ids. Add them.")
     device = next(model.parameters()).device
     step_model = _StepModel(model, all_ranks_running)
-    stops = _StopRule(
+    stops = StopRule(
         token_ids=frozenset(stop_token_ids),
         strings=tuple(sampling.stop_strings),
         tokenizer=tokenizer,
@@ -219,38 +219,6 @@ class _Chooser:
         return sample_tokens(logits_BV, u_B)
 
 
-@dataclass(frozen=True)
-class _StopRule:
-    token_ids: frozenset[int]
-    strings: tuple[str, ...]
-    tokenizer: PreTrainedTokenizerBase | None
-
-    def __post_init__(self) -> None:
-        if self.strings and self.tokenizer is None:
-            raise ValueError(f"sampling.stop_strings={list(self.strings)} need the tokenizer, got None. Pass it.")
-
-    @functools.cached_property
-    def window(self) -> int:
-        """Tokens that can hold the longest stop string: each stands for a byte or more."""
-        return max((len(text.encode()) for text in self.strings), default=0) + 1
-
-    def end(self, token_ids: list[int], *, num_seen: int) -> int | None:
-        """Length of the response if one of its tokens from num_seen on ends it, else None."""
-        end = next((i + 1 for i in range(num_seen, len(token_ids)) if token_ids[i] in self.token_ids), None)
-        if self.strings:
-            last = len(token_ids) if end is None else end - 1
-            if last > num_seen and self._has_string(token_ids, num_seen + 1, last):
-                return next(i for i in range(num_seen + 1, last + 1) if self._has_string(token_ids, i, i))
-        return end
-
-    def _has_string(self, token_ids: list[int], first_end: int, last_end: int) -> bool:
-        """Whether a stop string lies in the last `window` tokens of a prefix with first_end to last_end tokens."""
-        assert self.tokenizer is not None
-        tail = token_ids[max(0, first_end - self.window) : last_end]
-        text = self.tokenizer.decode(tail, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return any(string in text for string in self.strings)
-
-
 @dataclass
 class _Progress:
     callback: Callable[[int, int], None] | None
@@ -293,7 +261,7 @@ class _Batch:
         self.slots = list(self.rows)
 
     def decode(
-        self, model: _StepModel, choose: _Chooser, stops: _StopRule, *, sync_every: int, report: _Progress
+        self, model: _StepModel, choose: _Chooser, stops: StopRule, *, sync_every: int, report: _Progress
     ) -> None:
         """Produce tokens until every row is finished."""
         mask_BP = self.mask_BT[:, : self.num_prompt_tokens]
@@ -327,7 +295,7 @@ class _Batch:
         self.next_position_B1 = self.next_position_B1 + 1
         return logits_BV
 
-    def _read(self, block: list[tuple[Tensor, Tensor]], stops: _StopRule) -> list[int]:
+    def _read(self, block: list[tuple[Tensor, Tensor]], stops: StopRule) -> list[int]:
         """Append a block of tokens to the rows on the host; slots that finished."""
         token_lists = torch.stack([token_B for token_B, _ in block], 1).tolist()
         logprob_lists = torch.stack([logprob_B for _, logprob_B in block], 1).tolist()

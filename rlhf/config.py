@@ -318,7 +318,8 @@ def parse_config(config_class: type[Config], argv: Sequence[str] | None = None, 
     from jsonargparse import ArgumentParser, set_parsing_settings  # noqa: PLC0415  0.2 s that a library user need not pay
 
     arguments = [a for a in (sys.argv[1:] if argv is None else argv) if not a.startswith("--local_rank")]
-    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    # Field docstrings are what --help shows; reading them takes longer than all the rest.
+    set_parsing_settings(docstring_parse_attribute_docstrings=any(a.startswith(("-h", "--h", "--p")) for a in arguments))
     parser = ArgumentParser(
         prog=prog,
         description=config_class.__doc__,

@@ -179,7 +179,7 @@ def _frame(axes: "Axes", values: Sequence[float], limit: float | None, y_label: 
         axes.set_ylim(0, 1.04)
     elif largest and high - low < 0.05 * largest:
         axes.set_ylim(min(0.0, 1.4 * low), max(0.0, 1.4 * high))
-    axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 5))
+    axes.ticklabel_format(axis="y", style="sci", scilimits=(-3, 5))
     axes.yaxis.get_offset_text().set_fontsize(8)
 
 

@@ -24,9 +24,9 @@ def spread_tiny_opt(**changes: Any) -> nn.Module:
     """Weights large enough that tokens vary; dropout that sampling must not see."""
     model = tiny_opt(dropout=0.2, attention_dropout=0.2, **changes)
     with torch.no_grad():
-        for module in model.modules():
-            if isinstance(module, (nn.Linear, nn.Embedding)):
-                module.weight.mul_(5)
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(3)
     return model
 
 

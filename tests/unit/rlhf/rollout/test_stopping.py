@@ -25,7 +25,7 @@ def test_first_stop_token_ends():
 @pytest.mark.parametrize("stop", ["XYZQW", "\u00e9\u20ac!", "\n\nHuman:", " the", "o"])
 @pytest.mark.parametrize("block", [1, 3, 1000])
 def test_stop_string_at_every_place(tokenizer, stop, block):
-    """Oracle: decode every prefix. Strings of one-byte tokens, of characters of several bytes, inside a longer token."""
+    """Oracle: decode every prefix. Strings of one-byte tokens, of wide characters, inside a longer token."""
     strings = rule("never", stop, tokenizer=tokenizer)
     generator = random.Random(0)
     for length in (0, 1, 2, 30):

@@ -1,0 +1,62 @@
+"""Stands in for a stage program where the launcher is what is tested: reads its config, writes what a stage writes.
+
+    python fake_stage.py --config resolved.yaml
+
+FAKE_STAGE holds what goes wrong, `<stage>:<what>` separated by commas: `exit3`, `kill`, `hang`, `state` (leaves a saved
+state, then exits 1), `silent` (exits 0 without a result).
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import yaml
+from rlhf import artifacts
+
+SAVED = {"step1_sft": "policy", "step2_reward": "reward", "step3_ppo": "policy"}
+
+
+def main() -> None:
+    config = yaml.safe_load(Path(sys.argv[-1]).read_text())
+    out = Path(config["run"]["out_dir"])
+    stage = out.name
+    faults = dict(part.split(":") for part in os.environ.get("FAKE_STAGE", "").split(",") if part)
+    fault = faults.get(stage)
+    for number in range(40):
+        print(f"[rank 0] {stage} line {number}")
+    out.mkdir(parents=True, exist_ok=True)
+    started = out / "starts.txt"
+    started.write_text((started.read_text() if started.exists() else "") + f"resume={config['run']['resume']}\n")
+    (out / "progress.json").write_text(json.dumps({"step": 1, "num_steps": 2, "loss": 0.5, "phase": "train"}))
+    if fault == "exit3":
+        raise SystemExit(3)
+    if fault == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "hang":
+        (out / "pid").write_text(str(os.getpid()))
+        time.sleep(60)
+    if fault == "state":
+        (out / "state").mkdir(exist_ok=True)
+        (out / "state" / "step1").write_text("x")
+        raise SystemExit(1)
+    if fault == "silent":
+        return
+    write_model(out / "model", stage, config["run"]["seed"])
+    result = {"status": "done", "seconds": 1.5, "tokens_per_second": 100.0, "model_dir": "model"}
+    metrics = {"eval_loss_before": 2.0, "eval_loss_after": 1.0, "stop_frac": 1.0, "gold_sft": 0.5, "gold_ppo": 0.75}
+    artifacts.write_json(out / "result.json", {**result, "metrics": metrics})
+
+
+def write_model(folder: Path, stage: str, seed: int) -> None:
+    folder.mkdir()
+    (folder / "model.safetensors").write_text(f"weights of {stage} with seed {seed}")
+    (folder / "config.json").write_text('{"model_type": "opt"}')
+    contract = artifacts.Contract(tokenizer="t", template_name="plain", template_fingerprint="f", stop_token_id=0)
+    artifacts.write_manifest(folder, kind=SAVED[stage], stage=stage, contract=contract, seed=seed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""Argument list and environment of a stage. Fault row F1: nothing depends on where a flag stands."""
+
+from pathlib import Path
+
+import pytest
+from launch.command import CommandError, remote_variables, stage_command, stage_environment
+from launch.hostfile import Host
+from launch.placement import Placement
+
+LOCAL = Placement(hosts=(Host("localhost", (0, 1)),), num_gpus=2)
+REMOTE = Placement(hosts=(Host("node1", (0,)), Host("node2", (0,))), hostfile=Path("/shared/nodes"))
+
+
+def test_local_command() -> None:
+    argv = stage_command("step1_sft.train", Path("/runs/a b/sft.yaml"), LOCAL, port=1234, python="/venv/bin/python")
+    assert argv == [
+        "/venv/bin/python", "-m", "deepspeed.launcher.runner", "-q", "--hostfile", "/dev/null", "--num_gpus", "2",
+        "--master_port", "1234", "--no_local_rank", "--module", "step1_sft.train", "--config", "/runs/a b/sft.yaml",
+    ]  # fmt: skip
+
+
+def test_job_hostfile_is_not_picked_up() -> None:
+    """deepspeed reads /job/hostfile when it gets no --hostfile, and then runs on every machine in it."""
+    argv = stage_command("m", Path("/c"), LOCAL, port=1)
+    hostfile = Path(argv[argv.index("--hostfile") + 1])
+    assert not hostfile.is_file()  # deepspeed's own test of whether there is a hostfile
+
+
+def test_remote_command() -> None:
+    argv = stage_command("step1_sft.train", Path("/shared/c.yaml"), REMOTE, port=1)
+    assert argv[argv.index("--hostfile") + 1] == "/shared/nodes"
+    assert "--force_multi" not in argv and "--num_gpus" not in argv
+
+
+def test_one_remote_host_is_forced() -> None:
+    """`--include node2` alone makes deepspeed run on this machine instead, and hang."""
+    one = Placement(hosts=(Host("node2", (0,)),), hostfile=Path("/n"), include="node2", master_addr="10.0.0.2")
+    argv = stage_command("m", Path("/c"), one, port=1)
+    assert "--force_multi" in argv
+    assert argv[argv.index("--include") + 1] == "node2" and argv[argv.index("--master_addr") + 1] == "10.0.0.2"
+
+
+@pytest.mark.parametrize("name", ["a b", "x;touch${IFS}f", "$(id)", "a`id`", "a&b", "é"])
+def test_remote_arguments_cannot_reach_a_shell(name: str) -> None:
+    with pytest.raises(CommandError, match="pdsh does not quote"):
+        stage_command("m", Path("/runs") / name, REMOTE, port=1)
+    stage_command("m", Path("/runs") / name, LOCAL, port=1)  # no shell on this machine
+
+
+def test_environment_of_a_cpu_machine() -> None:
+    environment = stage_environment({"PATH": "/bin"}, {"X": "1"}, accelerator_visible=False, source_root=Path("/src"))
+    assert environment["DS_ACCELERATOR"] == "cpu" and environment["OMP_NUM_THREADS"] == "1"
+    assert environment["X"] == "1" and environment["PYTHONPATH"] == "/src"
+
+
+def test_environment_of_an_accelerator_machine_is_untouched() -> None:
+    environment = stage_environment({}, {}, accelerator_visible=True, source_root=None)
+    assert "DS_ACCELERATOR" not in environment and "OMP_NUM_THREADS" not in environment
+
+
+def test_what_the_user_set_wins() -> None:
+    base = {"OMP_NUM_THREADS": "4", "X": "user", "PYTHONPATH": "/a:/src"}
+    environment = stage_environment(base, {"X": "recipe"}, accelerator_visible=False, source_root=Path("/src"))
+    assert (environment["OMP_NUM_THREADS"], environment["X"]) == ("4", "user")
+    assert environment["PYTHONPATH"] == "/src:/a"
+
+
+def test_remote_variables(tmp_path: Path) -> None:
+    """DeepSpeed carries few variables by itself, and its file reader crashes on a blank line or a comment."""
+    file = tmp_path / ".deepspeed_env"
+    file.write_text("# cluster\n\nNCCL_DEBUG=WARN\nPATHS = /a:/b\n")
+    environment = {"NCCL_SOCKET_IFNAME": "eth0", "HF_HOME": "/hf", "HOME": "/root", "MINE": "2", "DS_ENV_FILE": "/x"}
+    assert remote_variables(environment, {"MINE": "1"}, [file]) == {
+        "NCCL_DEBUG": "WARN",
+        "PATHS": "/a:/b",
+        "NCCL_SOCKET_IFNAME": "eth0",
+        "HF_HOME": "/hf",
+        "MINE": "2",
+    }
+
+
+@pytest.mark.parametrize("value", ['a"b', "$HOME", "`id`", "a\\b", "a\nb", "a!b"])
+def test_remote_values_cannot_reach_a_shell(value: str) -> None:
+    with pytest.raises(CommandError, match="HF_TOKEN holds") as caught:
+        remote_variables({"HF_TOKEN": value}, {}, [])
+    assert value not in str(caught.value).replace("a quote, $, `, \\, !", "")  # it may be a token
+
+
+def test_bad_line_of_a_variable_file(tmp_path: Path) -> None:
+    file = tmp_path / "env"
+    file.write_text("A=1\nexport B=2\n")
+    with pytest.raises(CommandError, match=r"env:2: is not NAME=value"):
+        remote_variables({}, {}, [file])

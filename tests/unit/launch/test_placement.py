@@ -1,0 +1,105 @@
+"""Where ranks start: contradictions of flags, hostfile, environment and recipe."""
+
+from pathlib import Path
+
+import pytest
+from launch.hostfile import HostfileError
+from launch.placement import PlacementError, PlacementFlags, accelerator_visible, free_port, place, port_is_free
+
+
+@pytest.fixture
+def hostfile(tmp_path: Path) -> Path:
+    path = tmp_path / "nodes"
+    path.write_text("node1.invalid slots=2\nnode2.invalid slots=2\n")
+    return path
+
+
+@pytest.fixture
+def gpus(tmp_path: Path) -> Path:
+    devices = tmp_path / "dev"
+    devices.mkdir()
+    for name in ("nvidia0", "nvidia1", "nvidia2", "nvidia3", "nvidiactl", "nvidia-uvm"):
+        (devices / name).touch()
+    return devices
+
+
+def here(flags: PlacementFlags, devices: Path, **environment: str):  # noqa: ANN201
+    return place(flags, needs_hostfile=False, default_num_gpus=2, environment=environment, devices=devices)
+
+
+def test_local_default(tmp_path: Path) -> None:
+    placement = here(PlacementFlags(), tmp_path)
+    assert (placement.world_size, placement.num_gpus, placement.include, placement.is_remote) == (2, 2, "", False)
+    assert here(PlacementFlags(num_gpus=3), tmp_path).world_size == 3
+
+
+def test_visible_devices_are_kept(gpus: Path) -> None:
+    """deepspeed deletes CUDA_VISIBLE_DEVICES when --num_gpus is given and starts at device 0."""
+    placement = here(PlacementFlags(num_gpus=1), gpus, CUDA_VISIBLE_DEVICES="3,1")
+    assert (placement.num_gpus, placement.include) == (None, "localhost:3")
+    with pytest.raises(PlacementError, match="3 ranks are wanted.*CUDA_VISIBLE_DEVICES=3,1 shows 2"):
+        here(PlacementFlags(num_gpus=3), gpus, CUDA_VISIBLE_DEVICES="3,1")
+    with pytest.raises(PlacementError, match="understands device numbers only"):
+        here(PlacementFlags(), gpus, CUDA_VISIBLE_DEVICES="GPU-8932f937")
+
+
+def test_local_include(gpus: Path, tmp_path: Path) -> None:
+    assert here(PlacementFlags(include="localhost:0,2"), gpus).include == "localhost:0,2"
+    assert here(PlacementFlags(exclude="localhost:0"), gpus).include == "localhost:1,2,3"
+    with pytest.raises(HostfileError, match=r"slots \[0, 1, 2, 3\], not \[9\]"):
+        here(PlacementFlags(include="localhost:9"), gpus)
+    with pytest.raises(PlacementError, match="none is visible"):
+        here(PlacementFlags(include="localhost:0"), tmp_path / "nothing")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"num_gpus": 0}, "--num_gpus must be >= 1"),
+        ({"num_gpus": 1, "include": "localhost:0"}, "exclude each other"),
+        ({"master_port": 70000}, r"--master_port must be in"),
+    ],
+)
+def test_contradictions(tmp_path: Path, flags: dict, message: str) -> None:
+    with pytest.raises(PlacementError, match=message):
+        here(PlacementFlags(**flags), tmp_path)
+
+
+def test_f2_multi_node_without_hostfile() -> None:
+    with pytest.raises(PlacementError, match="multi_node, but no --hostfile"):
+        place(PlacementFlags(), needs_hostfile=True, default_num_gpus=8, environment={})
+
+
+def test_hostfile(hostfile: Path, tmp_path: Path) -> None:
+    placement = here(PlacementFlags(hostfile=hostfile), tmp_path)
+    assert (placement.world_size, placement.is_remote, placement.num_gpus) == (4, True, None)
+    assert here(PlacementFlags(hostfile=hostfile, num_gpus=1), tmp_path).world_size == 2
+    with pytest.raises(PlacementError, match="--num_gpus 3 is above node1.invalid slots=2"):
+        here(PlacementFlags(hostfile=hostfile, num_gpus=3), tmp_path)
+    assert here(PlacementFlags(hostfile=hostfile, include="node2.invalid:1"), tmp_path).world_size == 1
+
+
+def test_hostfile_of_this_machine_needs_no_ssh(tmp_path: Path) -> None:
+    path = tmp_path / "nodes"
+    path.write_text("127.0.0.1 slots=2\n")
+    placement = here(PlacementFlags(hostfile=path), tmp_path)
+    assert (placement.is_remote, placement.num_gpus, str(placement)) == (False, 2, "2 ranks on this machine")
+
+
+def test_accelerator_visible(gpus: Path, tmp_path: Path) -> None:
+    assert accelerator_visible({}, gpus)
+    assert not accelerator_visible({}, tmp_path / "nothing")
+    assert not accelerator_visible({"DS_ACCELERATOR": "cpu"}, gpus)
+    assert not accelerator_visible({"CUDA_VISIBLE_DEVICES": ""}, gpus)
+    assert accelerator_visible({"DS_ACCELERATOR": "cuda"}, tmp_path / "nothing")
+
+
+def test_ports() -> None:
+    import socket
+
+    port = free_port()
+    assert port_is_free(port)
+    with socket.socket() as holder:
+        holder.bind(("", port))
+        holder.listen()
+        assert not port_is_free(port)

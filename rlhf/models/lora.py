@@ -32,11 +32,17 @@ def add_lora(model: PreTrainedModel, cfg: LoRAConfig) -> nn.Module:
         if not any(name == target or name.endswith("." + target) for name in names):
             candidates = sorted({name.rsplit(".", 1)[-1] for name in names})
             raise ValueError(
-                f"lora.target_modules: 0 modules matched {target!r} in {type(model).__name__}. Its linear layers but the "
-                f"head, which takes no adapter, are {candidates}; name some of them, or leave the list empty for all."
+                f"lora.target_modules: 0 modules matched {target!r} in {type(model).__name__}. Its linear layers but "
+                f"the head, which takes no adapter, are {candidates}; name some of them, or leave the list empty for "
+                "all."
             )
     peft_config = cast(Any, LoraConfig)(
-        r=cfg.rank, lora_alpha=cfg.alpha, lora_dropout=cfg.dropout, target_modules=list(targets), bias="none"
+        r=cfg.rank,
+        lora_alpha=cfg.alpha,
+        lora_dropout=cfg.dropout,
+        target_modules=list(targets),
+        bias="none",
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
     )
     wrapped = get_peft_model(model, peft_config)
     if (head := getattr(model, "score", None)) is not None:

@@ -24,12 +24,23 @@ def test_logprob_and_entropy_equal_those_of_hugging_faces_logits(family: dict[st
             assert out.entropy_BT[b, t].item() == pytest.approx(
                 torch.distributions.Categorical(logits=logits_TV[t - 1]).entropy().item(), abs=TOLERANCE
             )
-    for b, row in enumerate(rows):
-        greedy_T = model(input_ids=row[None]).logits[0].argmax(-1)
-        assert out.greedy_BT[b, 1 : len(row)].tolist() == (greedy_T[:-1] == row[1:]).tolist()
-    assert not out.greedy_BT[~make.targets(batch)].any()
     assert out.logprob_BT[~make.targets(batch)].eq(0).all() and out.entropy_BT[~make.targets(batch)].eq(0).all()
     assert out.logprob_BT[2, 1:].std() > 0.1  # the weights are lively enough to tell tokens apart
+
+
+def test_greedy_says_which_tokens_are_the_most_likely(families: Any, make: Any):
+    model = make.lm(families["llama"])
+    row = make.rows(3)[0]
+    for _ in range(4):
+        row = torch.cat([row, model(input_ids=row[None]).logits[0, -1:].argmax(-1)])
+    row[4] = (row[4] + 1) % len(make.tokenizer)  # one of the four is not
+    batch = make.pad([row[:6]], right=1)
+    mask_BT = make.targets(batch)
+    mask_BT[:, :3] = False
+    out = Policy(model)(**batch, target_mask_BT=mask_BT)
+    greedy_T = model(input_ids=row[None, :6]).logits[0].argmax(-1)
+    assert out.greedy_BT.tolist() == [[False] * 3 + (greedy_T[2:5] == row[3:6]).tolist() + [False]]
+    assert out.greedy_BT[0, 3:5].tolist() == [True, False]
 
 
 @pytest.mark.parametrize("padding", [{"right": 6}, {"left": 7}, {"left": 3, "right": 2}])

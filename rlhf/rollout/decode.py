@@ -185,7 +185,7 @@ class _StepModel:
     ) -> Tensor:
         """Logits of the last column, logits_BV."""
         if self.all_ranks_running is not None:
-            self.all_ranks_running(True)  # noqa: FBT003  the protocol's only argument
+            self.all_ranks_running(True)
         positions = {"position_ids": position_ids_BT} if self.takes_position_ids else {}
         output = self.model(
             input_ids=token_ids_BT,
@@ -200,7 +200,7 @@ class _StepModel:
     def wait_for_other_ranks(self, pad_id: int, device: torch.device) -> None:
         """Forward a dummy row as long as another rank decodes, since its forwards need this rank's shards."""
         dummy_11 = torch.full((1, 1), pad_id, device=device)
-        while self.all_ranks_running is not None and self.all_ranks_running(False):  # noqa: FBT003
+        while self.all_ranks_running is not None and self.all_ranks_running(False):
             self.model(input_ids=dummy_11, attention_mask=torch.ones_like(dummy_11), use_cache=False)
 
 
@@ -275,8 +275,8 @@ class _Batch:
                 if len(block) == sync_every or position == self.max_new_tokens:
                     break
                 logits_BV = self._forward(model, block[-1][0], position)
-            finished = self._read(block, stops)
-            report.add(tokens=len(block) * len(self.slots), finished=len(finished))
+            finished, num_tokens = self._read(block, stops)
+            report.add(tokens=num_tokens, finished=len(finished))
             if len(finished) == len(self.slots) or position == self.max_new_tokens:
                 return
             token_B = block[-1][0]
@@ -295,11 +295,11 @@ class _Batch:
         self.next_position_B1 = self.next_position_B1 + 1
         return logits_BV
 
-    def _read(self, block: list[tuple[Tensor, Tensor]], stops: StopRule) -> list[int]:
-        """Append a block of tokens to the rows on the host; slots that finished."""
+    def _read(self, block: list[tuple[Tensor, Tensor]], stops: StopRule) -> tuple[list[int], int]:
+        """Append a block of tokens to the rows on the host; slots that finished, and the number of tokens kept."""
         token_lists = torch.stack([token_B for token_B, _ in block], 1).tolist()
         logprob_lists = torch.stack([logprob_B for _, logprob_B in block], 1).tolist()
-        finished = []
+        finished, num_tokens = [], 0
         for slot, (row, token_ids, logprobs) in enumerate(zip(self.slots, token_lists, logprob_lists, strict=True)):
             if not math.isfinite(sum(logprobs)):
                 raise FloatingPointError(
@@ -314,7 +314,8 @@ class _Batch:
                 row.stopped = True
                 del row.token_ids[end:], row.logprobs[end:]
                 finished.append(slot)
-        return finished
+            num_tokens += len(row.token_ids) - num_seen
+        return finished, num_tokens
 
     def _remove(self, finished: list[int], token_B: Tensor) -> Tensor:
         """Close the finished slots by moving the last unfinished ones into them; token_B of the slots that stay."""

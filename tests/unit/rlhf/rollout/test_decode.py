@@ -379,11 +379,16 @@ def test_forwards_go_on_while_another_rank_runs(tiny_model, prompts, batch_size)
         assert ranks.calls == len(forwards) + 1, "the last call finds every rank done"
 
 
-def test_progress_is_reported(tiny_model):
-    """D32: a line per n tokens, with the number of finished rows."""
+@pytest.mark.parametrize("sync_every", [1, 4])
+def test_progress_is_reported(tiny_model, sync_every):
+    """D32: a line per n tokens, with the number of finished rows; tokens after the stop are not counted."""
     reports = []
     responses = answer(
-        tiny_model("opt"), progress=lambda *numbers: reports.append(numbers), progress_every=10, batch_size=4
+        tiny_model("opt"),
+        progress=lambda *numbers: reports.append(numbers),
+        progress_every=10,
+        batch_size=4,
+        sync_every=sync_every,
     )
     total = sum(map(len, tokens(responses)))
     counts = [count for count, _ in reports]

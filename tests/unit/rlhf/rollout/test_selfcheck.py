@@ -4,6 +4,8 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
+from rlhf.config import LoRAConfig
+from rlhf.models.lora import add_lora
 from rlhf.rollout.selfcheck import check_greedy, compare_greedy
 
 PROMPTS = [[5, 6, 7, 8, 9], [3], [10, 20, 30]]
@@ -100,3 +102,15 @@ def test_the_models_own_generation_config_plays_no_part(tiny_model):
 def test_no_prompts_is_an_error(tiny_model):
     with pytest.raises(ValueError, match="no prompts"):
         check_greedy(tiny_model("opt"), [], **ARGUMENTS)
+
+
+def test_adapters_speak(tiny_model):
+    """A peft model is decoded with its adapters, by us and by the reference."""
+    plain = check_greedy(tiny_model("opt"), PROMPTS, **ARGUMENTS)
+    model = add_lora(tiny_model("opt"), LoRAConfig(rank=4))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(0, 0.5)
+    assert plain.ok and check_greedy(model, PROMPTS, **ARGUMENTS).ok
+    assert not compare_greedy(reference(tiny_model("opt")), model, PROMPTS, **ARGUMENTS).ok

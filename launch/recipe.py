@@ -246,7 +246,8 @@ def resolve_stages(
             continue
         out_dir = run_dir / FOLDERS[stage]
         argv = [
-            f"--{key}={fill(value, run_dir, data_root or _data_root(config_path))}" for key, value in entry.feeds.items()
+            f"--{key}={fill(value, run_dir, data_root or _data_root(config_path))}"
+            for key, value in entry.feeds.items()
         ]
         argv += [f"--run.out_dir={out_dir}", "--run.resume=false"]
         argv += [] if seed is None else [f"--run.seed={seed}"]

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import yaml
+
 from rlhf import artifacts
 
 SAVED = {"step1_sft": "policy", "step2_reward": "reward", "step3_ppo": "policy"}
@@ -26,7 +27,7 @@ def main() -> None:
     faults = dict(part.split(":") for part in os.environ.get("FAKE_STAGE", "").split(",") if part)
     fault = faults.get(stage)
     for number in range(40):
-        print(f"[rank 0] {stage} line {number}")
+        sys.stdout.write(f"[rank 0] {stage} line {number}\n")
     out.mkdir(parents=True, exist_ok=True)
     started = out / "starts.txt"
     started.write_text((started.read_text() if started.exists() else "") + f"resume={config['run']['resume']}\n")

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 from launch.command import CommandError, remote_variables, stage_command, stage_environment
 from launch.hostfile import Host
 from launch.placement import Placement

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 from launch.hostfile import Host, HostfileError, filter_hosts, is_local, read_hostfile
 
 

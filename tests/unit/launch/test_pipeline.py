@@ -1,4 +1,4 @@
-"""`rlhf run` from decision to summary, on a stand-in for the stage programs (fake_stage.py). Fault rows F9, F10, F11, B21."""
+"""`rlhf run` from decision to summary, on a stand-in for the stages (fake_stage.py). Fault rows F9, F10, F11, B21."""
 
 import dataclasses
 import json
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from launch import command, pipeline
 from launch.pipeline import RunOptions, run
 
@@ -189,9 +190,7 @@ def test_b21_resolved_recipe_is_kept_and_versioned(options: RunOptions) -> None:
     assert "train_micro_batch_size_per_gpu" in record["inputs"]["deepspeed.actor"]
 
 
-def test_moved_run_is_still_finished(
-    options: RunOptions, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_moved_run_is_still_finished(options: RunOptions, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(options) == 0
     assert options.out is not None
     options.out.rename(tmp_path / "elsewhere")

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 from launch.hostfile import HostfileError
 from launch.placement import PlacementError, PlacementFlags, accelerator_visible, free_port, place, port_is_free
 

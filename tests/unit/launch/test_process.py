@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from launch.process import (
     Interrupt,
     Outcome,
@@ -52,9 +53,7 @@ def test_codes(code: int, words: str, ours: int) -> None:
 
 def test_log_and_success(tmp_path: Path) -> None:
     ticks = []
-    outcome = watched(
-        [sys.executable, "-c", "print('hello; $HOME')"], tmp_path, on_tick=lambda: ticks.append(1)
-    )
+    outcome = watched([sys.executable, "-c", "print('hello; $HOME')"], tmp_path, on_tick=lambda: ticks.append(1))
     assert outcome == Outcome(returncode=0)
     assert (tmp_path / "log").read_text().splitlines()[1:] == ["hello; $HOME"]
     with pytest.raises(FileExistsError):
@@ -109,7 +108,7 @@ def test_a_process_that_ignores_sigterm_is_killed_on_the_second_signal(tmp_path:
         pathlib.Path(sys.argv[1]).touch()
         time.sleep(60)
     """)
-    ready, interrupt = tmp_path / "ready", Interrupt()
+    ready = tmp_path / "ready"
 
     def on_tick() -> None:
         if ready.exists() and interrupt.signum is None:

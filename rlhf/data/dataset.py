@@ -15,7 +15,9 @@ import numpy.typing as npt
 from rlhf.config import DataConfig
 from rlhf.data.schema import split_text
 from rlhf.data.sources import content_digest, read_source
-from rlhf.data.splits import Part, Stage, part_of
+from rlhf.data.splits import Part as Part
+from rlhf.data.splits import Stage as Stage
+from rlhf.data.splits import part_of
 from rlhf.data.store import Store, default_cache_dir, open_or_build
 from rlhf.data.template import ChatTemplate
 from rlhf.data.tokenize import STAGE_NUMBER, Builder

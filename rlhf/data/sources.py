@@ -3,6 +3,7 @@
 Nothing here keeps more than one row (JSON arrays: one file) in memory.
 """
 
+import contextlib
 import dataclasses
 import gzip
 import hashlib
@@ -10,9 +11,10 @@ import io
 import itertools
 import json
 import re
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from rlhf.config import SourceConfig
 from rlhf.data.formats import FORMATS, Format, format_named, recognise
@@ -117,22 +119,15 @@ def _raw_rows(source: SourceConfig, root: str | None) -> Iterator[RawRow]:
 
 def _read_json(file: Path, name: str) -> Iterator[RawRow]:
     """Rows of JSON Lines, or of one JSON array, whatever the suffix says: both are common under `.json`."""
-    with _open(file) as stream:
+    with _opened(file, name) as stream:
         text = io.TextIOWrapper(stream, encoding="utf-8-sig")
-        start = ""
-        while not start.strip():
-            position = text.tell()
-            start = text.read(1)
-            if not start:
-                return
-        text.seek(position)
-        try:
-            if start == "[":
-                yield from _json_array(text.read(), name)
-            else:
-                yield from _json_lines(text, name)
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{name}: not UTF-8 text ({error.reason}). Convert the file.") from error
+        is_array = False
+        while character := text.read(1):
+            if not character.isspace():
+                is_array = character == "["
+                break
+        text.seek(0)
+        yield from _json_array(text.read(), name) if is_array else _json_lines(text, name)
 
 
 def _json_lines(text: IO[str], name: str) -> Iterator[RawRow]:
@@ -176,13 +171,10 @@ def _json_array(text: str, name: str) -> Iterator[RawRow]:
 
 def _read_text(file: Path, name: str) -> Iterator[RawRow]:
     """Each line that is not empty is one text."""
-    with _open(file) as stream:
-        try:
-            for number, line in enumerate(io.TextIOWrapper(stream, encoding="utf-8-sig"), start=1):
-                if line.strip():
-                    yield f"{name}:{number}", {"text": line}
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{name}: not UTF-8 text ({error.reason}). Convert the file.") from error
+    with _opened(file, name) as stream:
+        for number, line in enumerate(io.TextIOWrapper(stream, encoding="utf-8-sig"), start=1):
+            if line.strip():
+                yield f"{name}:{number}", {"text": line}
 
 
 def _read_parquet(file: Path, name: str) -> Iterator[RawRow]:
@@ -191,7 +183,7 @@ def _read_parquet(file: Path, name: str) -> Iterator[RawRow]:
 
     try:
         # A Parquet file is read from its end, so a compressed one has to be unpacked first.
-        table = pyarrow.parquet.ParquetFile(_unpacked(file) if file.suffix == ".gz" else file)
+        table = pyarrow.parquet.ParquetFile(_unpacked(file, name) if file.suffix == ".gz" else file)
         number = 0
         for batch in table.iter_batches(batch_size=1024):
             for row in batch.to_pylist():
@@ -201,13 +193,21 @@ def _read_parquet(file: Path, name: str) -> Iterator[RawRow]:
         raise ValueError(f"{name}: not a Parquet file that can be read ({error}). Fetch it again.") from error
 
 
-def _unpacked(file: Path) -> io.BytesIO:
-    with _open(file) as stream:
+def _unpacked(file: Path, name: str) -> io.BytesIO:
+    with _opened(file, name) as stream:
         return io.BytesIO(stream.read())
 
 
-def _open(file: Path) -> IO[bytes]:
-    return gzip.open(file, "rb") if file.suffix == ".gz" else file.open("rb")  # type: ignore[return-value]
+@contextlib.contextmanager
+def _opened(file: Path, name: str) -> Iterator[IO[bytes]]:
+    """The bytes of a file, unpacked; what is wrong with them becomes an error that names the file."""
+    try:
+        with cast(IO[bytes], gzip.open(file, "rb") if file.suffix == ".gz" else file.open("rb")) as stream:
+            yield stream
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name}: not UTF-8 text ({error.reason}). Convert the file.") from error
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"{name}: not a complete gzip file ({error}). Fetch it again.") from error
 
 
 def _load_hub(source: SourceConfig) -> Any:

@@ -12,7 +12,9 @@ import numpy as np
 from rlhf.config import DataConfig, SourceConfig
 from rlhf.data.schema import Drops, Record, Response, RowError, prompt_text, split_text
 from rlhf.data.sources import read_source
-from rlhf.data.splits import LeakReport, Part, Stage, digest, part_of
+from rlhf.data.splits import LeakReport, digest, part_of
+from rlhf.data.splits import Part as Part
+from rlhf.data.splits import Stage as Stage
 from rlhf.data.store import Writer
 from rlhf.data.template import ChatTemplate, Piece
 

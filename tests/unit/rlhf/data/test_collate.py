@@ -1,0 +1,186 @@
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F  # noqa: N812
+from transformers import OPTConfig, OPTForCausalLM
+
+from rlhf.data.collate import collate_preferences, collate_sft, left_pad, rows_to_batch
+from rlhf.data.dataset import PreferenceRow, SFTRow
+
+EOS = 2
+
+
+def sft(ids: list[int], num_prompt: int, source: int = 0) -> SFTRow:
+    return SFTRow(np.array(ids, np.int32), np.arange(len(ids)) >= num_prompt, source, 0)
+
+
+def preference(prompt: list[int], responses: list[list[int]], ranks: list[float], **fields: Any) -> PreferenceRow:
+    defaults = {"margin": 0.0, "source": 0, "index": 0}
+    arrays = [np.array(response, np.int32) for response in responses]
+    return PreferenceRow(np.array(prompt, np.int32), arrays, ranks, **{**defaults, **fields})
+
+
+def test_hand_worked_sft_batch() -> None:
+    """Ragged, one row of one token, pad id == eos id."""
+    batch = collate_sft([sft([2, 7, 8, EOS], 2, source=1), sft([5], 0)], pad_id=EOS, device="cpu")
+    assert batch.token_ids_BT.tolist() == [[2, 7, 8, 2], [5, 2, 2, 2]]
+    assert batch.attention_mask_BT.tolist() == [[True] * 4, [True, False, False, False]]
+    assert batch.position_ids_BT.tolist() == [[0, 1, 2, 3], [0, 0, 0, 0]]
+    assert batch.loss_mask_BT.tolist() == [[False, False, True, True], [False] * 4]
+    assert batch.source_B.tolist() == [1, 0]
+    assert batch.token_ids_BT.dtype == torch.int64 and batch.loss_mask_BT.dtype == torch.bool
+
+
+def test_the_true_eos_has_a_loss_when_pad_is_eos() -> None:
+    """A4: the mask comes from lengths, so the stop token is trained on and the padding behind it is not."""
+    batch = collate_sft([sft([2, 7, EOS], 1), sft([2, 7, 8, 9, EOS], 1)], pad_id=EOS, device="cpu")
+    assert batch.loss_mask_BT[0].tolist() == [False, True, True, False, False]
+    assert batch.loss_mask_BT[1].tolist() == [False, True, True, True, True]
+
+
+def test_the_first_token_never_has_a_loss() -> None:
+    batch = collate_sft([sft([2, 7, EOS], 0)], pad_id=1, device="cpu", loss_on="all")
+    assert batch.loss_mask_BT.tolist() == [[False, True, True]]
+    batch = collate_sft([sft([2, 7, EOS], 2)], pad_id=1, device="cpu", loss_on="all")
+    assert batch.loss_mask_BT.tolist() == [[False, True, True]]
+
+
+def test_a_padded_row_has_the_loss_of_the_bare_row() -> None:
+    """A1: 3 real tokens padded to 512 by a long neighbour, on a real OPT; padding counts in no loss."""
+    torch.manual_seed(0)
+    config = OPTConfig(
+        vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, ffn_dim=32, word_embed_proj_dim=16,
+        max_position_embeddings=512, dropout=0.0,
+    )  # fmt: skip
+    model = OPTForCausalLM(config).eval()
+
+    def loss(rows: list[SFTRow]) -> torch.Tensor:
+        batch = collate_sft(rows, pad_id=EOS, device="cpu")
+        with torch.no_grad():
+            logits_BTV = model(
+                batch.token_ids_BT, attention_mask=batch.attention_mask_BT, position_ids=batch.position_ids_BT
+            ).logits
+        loss_BT = F.cross_entropy(logits_BTV[:, :-1].transpose(1, 2), batch.token_ids_BT[:, 1:], reduction="none")
+        return (loss_BT * batch.loss_mask_BT[:, 1:])[0].sum()
+
+    bare = sft([2, 7, EOS], 1)
+    long = sft([2, *range(3, 30)] * 18 + [4] * 8, 1)
+    assert len(long.token_ids) == 512
+    torch.testing.assert_close(loss([bare]), loss([bare, long]), atol=1e-5, rtol=1e-6)
+
+
+def test_prompts_are_left_padded_in_order() -> None:
+    """A12: lengths 3, 1 and 5; order kept, last column real, pad id may stand in a prompt."""
+    token_ids_BP, attention_mask_BP = left_pad([[4, 1, 5], [1], [6, 7, 8, 9, 3]], pad_id=1, device="cpu")
+    assert token_ids_BP.tolist() == [[1, 1, 4, 1, 5], [1, 1, 1, 1, 1], [6, 7, 8, 9, 3]]
+    assert attention_mask_BP.int().tolist() == [[0, 0, 1, 1, 1], [0, 0, 0, 0, 1], [1, 1, 1, 1, 1]]
+    assert attention_mask_BP[:, -1].all()
+    with pytest.raises(ValueError, match=r"lengths \[1, 0\]"):
+        left_pad([[1], []], pad_id=0, device="cpu")
+    with pytest.raises(ValueError, match="every prompt needs a token"):
+        left_pad([], pad_id=0, device="cpu")
+
+
+def test_hand_worked_scoring_batch() -> None:
+    """The stop token is in the mask; prompts are right-padded with their responses, without padding between them."""
+    batch, prompt_length_B = rows_to_batch([[2, 5], [2]], [[7, EOS], [8, 9, EOS]], pad_id=EOS, device="cpu")
+    assert batch.token_ids_BT.tolist() == [[2, 5, 7, 2], [2, 8, 9, 2]]
+    assert batch.loss_mask_BT.tolist() == [[False, False, True, True], [False, True, True, True]]
+    assert prompt_length_B.tolist() == [2, 1]
+    batch, _ = rows_to_batch([[2, 5], [2]], [[], [8]], pad_id=EOS, device="cpu")
+    assert batch.loss_mask_BT.tolist() == [[False, False], [False, True]]
+    with pytest.raises(ValueError, match="prompt 1 has no token"):
+        rows_to_batch([[2], []], [[1], [1]], pad_id=0, device="cpu")
+
+
+def test_hand_worked_preference_batch() -> None:
+    rows = [
+        preference([2, 5], [[7, EOS], [8, 9, 9, EOS]], [0.0, 1.0], margin=0.5, source=1),
+        preference([2], [[7], [8]], [1.0, 0.0]),
+    ]
+    batch = collate_preferences(rows, pad_id=EOS, device="cpu")
+    assert batch.token_ids_BT.tolist() == [
+        [2, 5, 7, 2, 2, 2],
+        [2, 5, 8, 9, 9, 2],
+        [2, 7, 2, 2, 2, 2],
+        [2, 8, 2, 2, 2, 2],
+    ]
+    assert batch.last_index_B.tolist() == [3, 5, 1, 1]
+    assert batch.response_length_B.tolist() == [2, 4, 1, 1]
+    assert batch.source_B.tolist() == [1, 1, 0, 0]
+    assert (batch.chosen_N.tolist(), batch.rejected_N.tolist()) == ([1, 2], [0, 3])
+    assert (batch.margin_N.tolist(), batch.source_N.tolist()) == ([0.5, 0.0], [1, 0])
+    assert (batch.num_ties, batch.num_truncated_ties) == (0, 0)
+
+
+def test_the_score_is_read_at_the_last_token_whatever_ids_stand_there() -> None:
+    """A5, A21: eos inside the prompt, eos == pad, no bos: the index is length - 1."""
+    rows = [preference([EOS, EOS, 5], [[7, EOS], [EOS]], [1.0, 0.0]), preference([9], [[EOS, EOS], [4]], [1.0, 0.0])]
+    for pad_id in (EOS, 0, 9):
+        batch = collate_preferences(rows, pad_id=pad_id, device="cpu")
+        assert batch.last_index_B.tolist() == [4, 3, 2, 1]
+        assert batch.attention_mask_BT.sum(1).tolist() == [5, 4, 3, 2]
+
+
+def test_four_answers_give_six_pairs_in_one_batch_of_four() -> None:
+    """C15: K ranked answers are K rows, not 2 x 6."""
+    batch = collate_preferences([preference([2], [[3], [4], [5], [6]], [0.0, 3.0, 2.0, 1.0])], pad_id=0, device="cpu")
+    assert batch.token_ids_BT.shape == (4, 2)
+    pairs = set(zip(batch.chosen_N.tolist(), batch.rejected_N.tolist(), strict=True))
+    assert pairs == {(1, 0), (2, 0), (3, 0), (1, 2), (1, 3), (2, 3)}
+
+
+def test_ties_and_pairs_equal_after_truncation_are_counted_and_left_out() -> None:
+    batch = collate_preferences([preference([2], [[3], [4], [3], [5]], [1.0, 1.0, 0.0, 0.0])], pad_id=0, device="cpu")
+    assert (batch.num_ties, batch.num_truncated_ties) == (2, 1)
+    assert set(zip(batch.chosen_N.tolist(), batch.rejected_N.tolist(), strict=True)) == {(0, 3), (1, 2), (1, 3)}
+
+
+def test_answers_that_differ_at_once_and_in_length_have_one_score_each() -> None:
+    """C1, C2: no common first token, lengths 5 and 50; the loss has no gradient at padding or inner tokens."""
+    rows = [preference([], [[7] * 5, [8] * 50], [1.0, 0.0]), preference([3], [[4], [5] * 9], [0.0, 1.0])]
+    batch = collate_preferences(rows, pad_id=7, device="cpu")
+    value_BT = torch.randn(batch.token_ids_BT.shape, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    score_B = value_BT.gather(1, batch.last_index_B[:, None])[:, 0]
+    (-F.logsigmoid(score_B[batch.chosen_N] - score_B[batch.rejected_N])).sum().backward()
+    assert value_BT.grad is not None
+    assert (value_BT.grad != 0).nonzero().tolist() == [[0, 4], [1, 49], [2, 1], [3, 9]]
+
+
+def test_micro_batches_without_rows_make_the_same_calls() -> None:
+    """B19, D12: one token that attention may look at, without a loss or a pair."""
+    batch = collate_sft([], pad_id=1, device="cpu")
+    assert batch.token_ids_BT.tolist() == [[1]]
+    assert batch.attention_mask_BT.tolist() == [[True]]
+    assert batch.loss_mask_BT.tolist() == [[False]]
+    assert batch.source_B.tolist() == [0]
+    scoring, prompt_length_B = rows_to_batch([], [], pad_id=1, device="cpu")
+    assert (scoring.token_ids_BT.tolist(), scoring.loss_mask_BT.tolist()) == ([[1]], [[False]])
+    assert prompt_length_B.tolist() == [1]
+    preferences = collate_preferences([], pad_id=1, device="cpu")
+    assert preferences.token_ids_BT.tolist() == [[1]]
+    assert preferences.last_index_B.tolist() == [0]
+    assert preferences.response_length_B.tolist() == [0]
+    assert preferences.chosen_N.shape == preferences.rejected_N.shape == preferences.margin_N.shape == (0,)
+    assert preferences.chosen_N.dtype == torch.int64
+
+
+def test_padding_side_of_the_tokenizer_does_not_matter(opt_tokenizer: Any) -> None:
+    """A23: no tokenizer pads here, so one that pads left gives the same batch."""
+    from rlhf.data.schema import Message
+    from rlhf.data.template import load_template
+
+    batches = []
+    for side in ("left", "right"):
+        opt_tokenizer.padding_side = side
+        template = load_template("auto", opt_tokenizer)
+        rows = []
+        for text in ("a", "b b b b"):
+            ids, mask = template.encode_conversation([Message("user", "q"), Message("assistant", text)])
+            rows.append(SFTRow(np.array(ids, np.int32), np.array(mask), 0, 0))
+        batches.append(collate_sft(rows, pad_id=opt_tokenizer.pad_token_id, device="cpu"))
+    assert torch.equal(batches[0].token_ids_BT, batches[1].token_ids_BT)
+    assert torch.equal(batches[0].loss_mask_BT, batches[1].loss_mask_BT)
+    assert batches[0].attention_mask_BT[0].tolist() == sorted(batches[0].attention_mask_BT[0].tolist(), reverse=True)

@@ -107,7 +107,7 @@ class SourceConfig:
     max_rows: int | None = None
     """Read at most this many rows."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Arguments of a built-in task, for example its number of rows."""
+    """Arguments of a built-in task, for example its number of rows, or of `datasets.load_dataset`."""
 
     def __post_init__(self) -> None:
         if self.weight <= 0:
@@ -159,9 +159,9 @@ class DataConfig:
     max_response_tokens: int = 256
     """Longest response, stop token included; in step 3 the number of new tokens."""
     overlong_prompt: Literal["drop", "truncate_left", "error"] = "drop"
-    """A prompt over the limit: drop the row, cut its oldest tokens (bos kept), or stop."""
+    """A prompt over the limit: drop the row, cut its oldest turns and tokens (bos and role headers stay), or stop."""
     overlong_response: Literal["drop", "truncate", "error"] = "truncate"
-    """A response over the limit: drop the row, cut it (then it has no stop token), or stop."""
+    """A response over the limit: drop it, cut it (then it has no stop token), or stop. Plain text: several rows."""
     split: SplitConfig = field(default_factory=SplitConfig)
     """Division of prompts over the stages."""
     cache_dir: str | None = None
@@ -319,7 +319,9 @@ def parse_config(config_class: type[Config], argv: Sequence[str] | None = None, 
 
     arguments = [a for a in (sys.argv[1:] if argv is None else argv) if not a.startswith("--local_rank")]
     # Field docstrings are what --help shows; reading them takes longer than all the rest.
-    set_parsing_settings(docstring_parse_attribute_docstrings=any(a.startswith(("-h", "--h", "--p")) for a in arguments))
+    set_parsing_settings(
+        docstring_parse_attribute_docstrings=any(a.startswith(("-h", "--h", "--p")) for a in arguments)
+    )
     parser = ArgumentParser(
         prog=prog,
         description=config_class.__doc__,

@@ -161,6 +161,8 @@ def generation_job(changes: dict[str, Any]) -> list[dict[str, Any]]:
     seen = []
     for number, rows in enumerate(steps_of_rows(5)):
         hooks = len(trained.module._forward_pre_hooks)
+        with torch.no_grad():
+            loss_sum(trained, rows)  # leaves weights gathered and prefetches in flight under the default thresholds
         with torch.no_grad(), trained.generation_module() as module:
             inside = available(trained)
             assert not module.training
@@ -272,6 +274,11 @@ def export_job(folder: str) -> dict[str, Any]:
     with engine.zero3_init(ds_config.load("cpu_zero2")):
         plain = AutoModelForCausalLM.from_pretrained(folder)
     seen["plain is whole"] = not hasattr(next(plain.parameters()), "ds_id")
+    with engine.zero3_init(ds):
+        with engine.zero3_init(ds_config.load("cpu_zero2")):
+            pass
+        outer = AutoModelForCausalLM.from_pretrained(folder)
+    seen["outer is sharded"] = hasattr(next(outer.parameters()), "ds_id")
     return seen
 
 
@@ -285,7 +292,7 @@ def test_export_and_sharded_loading(ranks: Ranks, tmp_path: Path) -> None:
     first, second = ranks(export_job, folder=str(tmp_path / "model"))
     assert first["tied True"] == first["tied False"] == 0 and first["loaded"] == 0
     for seen in (first, second):
-        assert seen["plain is whole"]
+        assert seen["plain is whole"] and seen["outer is sharded"]
         assert seen["live"] == 0, "a rank holds whole weights after sharded loading"
         assert 0.5 <= seen["share"] < 0.55, "each rank holds its half, and padding"
 
@@ -406,24 +413,27 @@ def test_bf16_and_offload(ranks: Ranks) -> None:
         assert max(abs(a - b) for a, b in zip(found, plain, strict=True)) < tolerance, (case, found, plain)
 
 
-def slow_rank_job() -> float:
+def slow_rank_job(name: str) -> None:
+    """Rank 1 hangs before its backward; rank 0 waits for its gradients."""
     engine.setup(timeout_seconds=4)
-    trained = engine_of(tiny_opt(), "cpu_zero3")
+    trained = engine_of(tiny_opt(), name)
+    rows = steps_of_rows(1)[0]
+    loss = loss_sum(trained, rows)
     start = time.monotonic()
     if distributed.rank() == 1:
         time.sleep(12)
         os._exit(0)
     try:
-        loss_sum(trained, steps_of_rows(1)[0])
+        trained.accumulate(loss, count=1, last=True)
+        trained.step()
     except Exception:
         os._exit(7 if time.monotonic() - start < 10 else 8)
-    return 0.0
 
 
 def test_the_timeout_holds_for_zero_too(ranks: Ranks) -> None:
-    """F31: a rank that hangs is noticed after the given seconds, in ZeRO's gather too, not after torch's 30 minutes."""
+    """F31: ZeRO reduces gradients on a group of its own, which must not wait torch's 30 minutes for a rank that hangs."""
     with pytest.raises(RanksFailed, match="rank 0 of 2, exit code 7"):
-        ranks(slow_rank_job, timeout=40)
+        ranks(slow_rank_job, timeout=40, name="cpu_zero2")
 
 
 def no_compiler_job() -> tuple[float, list[str]]:

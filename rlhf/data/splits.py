@@ -4,7 +4,9 @@ A part is a function of the prompt's text alone: the same prompt lands in the sa
 """
 
 import hashlib
+import re
 import unicodedata
+from array import array
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -51,52 +53,65 @@ def part_of(prompt_text: str, split: SplitConfig) -> Share:
 
 def loose(text: str) -> str:
     """Letters and digits only: prompts that differ in punctuation alone are equal here."""
-    return "".join(character for character in normalise(text) if character.isalnum())
+    return re.sub(r"[\W_]+", "", normalise(text))
 
 
 @dataclass
 class LeakReport:
     """Prompts that stand in more than one part or source.
 
-    One bit for each part and, above those, one for each source: a few tens of bytes per prompt, for sets of millions.
+    Two hashes and one number of bits (the part's, above those the source's) for each row: 24 bytes, for millions.
     """
 
-    seen: dict[int, int] = field(default_factory=dict)
-    loosely_seen: dict[int, int] = field(default_factory=dict)
     sources: list[str] = field(default_factory=list)
-    repeats: Counter[str] = field(default_factory=Counter)
+    keys: "array[int]" = field(default_factory=lambda: array("Q"))
+    loose_keys: "array[int]" = field(default_factory=lambda: array("Q"))
+    bits: "array[int]" = field(default_factory=lambda: array("Q"))
 
     def add(self, text: str, *, part: Share, source: str) -> None:
         """Note one prompt."""
         if source not in self.sources:
+            if len(self.sources) == 60:
+                raise ValueError("data.sources has more than 60 entries. Join files in folders.")
             self.sources.append(source)
-        part_bit = 1 << SHARES.index(part)
-        source_bit = 1 << (len(SHARES) + self.sources.index(source))
-        key = digest(normalise(text))
-        bits = self.seen.get(key, 0)
-        if bits & source_bit:
-            self.repeats[source] += 1
-        self.seen[key] = bits | part_bit | source_bit
         letters = loose(text)
-        if letters:
-            key = digest(letters)
-            self.loosely_seen[key] = self.loosely_seen.get(key, 0) | part_bit
+        self.keys.append(digest(normalise(text)))
+        # Texts without letters are near nothing but themselves.
+        self.loose_keys.append(digest(letters) if letters else self.keys[-1])
+        self.bits.append(1 << SHARES.index(part) | 1 << (len(SHARES) + self.sources.index(source)))
 
     def summary(self) -> dict[str, Any]:
         """Counts of prompts: in two parts (0 by construction), nearly in two parts, in two sources, repeated."""
+        bits = _bits_of_equal(self.keys, self.bits)
+        loose_bits = _bits_of_equal(self.loose_keys, self.bits)
         across_sources: Counter[str] = Counter()
-        for bits in self.seen.values():
-            names = [name for i, name in enumerate(self.sources) if bits >> (len(SHARES) + i) & 1]
-            across_sources.update(f"{a} + {b}" for a, b in combinations(names, 2))
-        eval_bit = 1 << SHARES.index("eval")
+        in_source: Counter[str] = Counter()
+        for group, count in Counter(b >> len(SHARES) for b in bits).items():
+            names = [name for i, name in enumerate(self.sources) if group >> i & 1]
+            across_sources.update({f"{a} + {b}": count for a, b in combinations(names, 2)})
+            in_source.update(dict.fromkeys(names, count))
+        rows = Counter(self.sources[(b >> len(SHARES)).bit_length() - 1] for b in self.bits)
+        held_out = 1 << SHARES.index("eval")
         return {
-            "prompts": len(self.seen),
-            "across_parts": sum(_is_in_two_parts(bits) for bits in self.seen.values()),
-            "near_across_parts": sum(_is_in_two_parts(bits) for bits in self.loosely_seen.values()),
-            "near_train_and_eval": sum(bool(b & eval_bit) and _is_in_two_parts(b) for b in self.loosely_seen.values()),
+            "prompts": len(bits),
+            "across_parts": sum(_is_in_two_parts(b) for b in bits),
+            "near_across_parts": sum(_is_in_two_parts(b) for b in loose_bits),
+            "near_train_and_eval": sum(bool(b & held_out) and _is_in_two_parts(b) for b in loose_bits),
             "across_sources": dict(across_sources),
-            "repeated_in_source": dict(self.repeats),
+            "repeated_in_source": {name: n - in_source[name] for name, n in rows.items() if n > in_source[name]},
         }
+
+
+def _bits_of_equal(keys: "array[int]", bits: "array[int]") -> list[int]:
+    """For each different key, the bits of all its rows together."""
+    if not keys:
+        return []
+    import numpy as np  # noqa: PLC0415  the launcher divides nothing and need not load it
+
+    numbers = np.frombuffer(keys, np.uint64)
+    order = np.argsort(numbers, kind="stable")
+    starts = np.flatnonzero(np.diff(numbers[order], prepend=~numbers[order[:1]]))
+    return [int(b) for b in np.bitwise_or.reduceat(np.frombuffer(bits, np.uint64)[order], starts)]
 
 
 def _is_in_two_parts(bits: int) -> bool:

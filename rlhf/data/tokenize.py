@@ -248,7 +248,7 @@ class Builder:
         rows.length.append(length)
         rows.margin.append(record.margin)
         rows.source.append(number)
-        rows.uid.append(self._uid(record))
+        rows.uid.append(self._uid(record) if self.stage == "ppo" else 0)
         counts.kept += 1
         counts.tokens += length
 

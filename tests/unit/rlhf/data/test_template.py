@@ -307,3 +307,39 @@ def test_every_named_template_has_the_same_form() -> None:
         ids = template.encode_prompt([user("a")])
         assert ids[0] == tokenizer.bos_token_id
         assert template.text_pieces("x")[-1].token_id == tokenizer.eos_token_id
+
+
+SMOLLM2 = (
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
+    "{{ '<|im_start|>system\nYou are helpful.<|im_end|>\n' }}{% endif %}"
+    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def test_a_template_with_a_system_turn_of_its_own() -> None:
+    """The form of SmolLM2's: eos is the closing marker, and truncation keeps the built-in system turn."""
+    tokenizer = byte_tokenizer(bos="<|im_start|>", eos="<|im_end|>", pad="<|im_end|>", adds_bos=False)
+    template = with_template(tokenizer, SMOLLM2)
+    assert template.stop_token_id == tokenizer.eos_token_id
+    turns = [user("one"), assistant("two"), user("three")]
+    expected = tokenizer.apply_chat_template(
+        [dataclasses.asdict(turn) for turn in turns], add_generation_prompt=True, return_dict=False
+    )
+    assert template.encode_prompt(turns) == expected
+    ids, _ = template.truncated_prompt(turns, len(template.encode_prompt([user("ree")])))
+    text = "<|im_start|>system\nYou are helpful.<|im_end|>\n<|im_start|>user\nree<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(ids) == text
+
+
+def test_tokenizers_that_put_a_space_before_a_text_get_no_second_one() -> None:
+    """Llama 2's kind: a text begins with a word mark already."""
+    vocab = {token: i for i, token in enumerate(["<s>", "</s>", "<unk>", "\u2581", *"abPrisHumanAst:\n", "\u2581P"])}
+    inner = Tokenizer(models.BPE(vocab=vocab, merges=[("\u2581", "P")], unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    inner.decoder = decoders.Metaspace(prepend_scheme="always")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    template = load_template("human_assistant", tokenizer)
+    ids = template.encode_response("Paris")
+    assert tokenizer.convert_ids_to_tokens(ids) == ["\u2581P", "a", "r", "i", "s", "</s>"]
+    assert template.decode_response(ids) == "Paris"

@@ -1,0 +1,140 @@
+"""What is found before a process is started: one message each, all at once. Fault row F9 (artifacts)."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch import preflight
+from launch.hostfile import Host
+from launch.inputs import is_hub_name
+from launch.placement import Placement
+from launch.recipe import find_recipe, load_recipe, resolve_stages
+from rlhf import artifacts
+
+LOCAL = Placement(hosts=(Host("localhost", (0, 1)),), num_gpus=2)
+CPU = {"DS_ACCELERATOR": "cpu"}
+
+
+def problems(tmp_path: Path, name: str = "tiny_cpu", **arguments: Any) -> str:
+    """Problems of a recipe, one a line."""
+    path = find_recipe(name)
+    recipe = load_recipe(path)
+    environment = {**CPU, **arguments.pop("environment", {})}
+    placement = arguments.pop("placement", LOCAL)
+    stages = resolve_stages(recipe, path, tmp_path, **arguments)
+    found = preflight.check(recipe, stages, placement, run_dir=tmp_path, environment=environment)
+    return "\n".join(map(str, found))
+
+
+def test_tiny_cpu_has_none(tmp_path: Path) -> None:
+    assert problems(tmp_path) == ""
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("--sft.deepspeed=zero4", "step1_sft: deepspeed: no DeepSpeed JSON is called 'zero4'"),
+        ("--ppo.deepspeed.reference=cpu_zero2", "step3_ppo: deepspeed.reference: .*frozen model"),
+        ("--ppo.deepspeed.actor=./none.json", r"deepspeed.actor: DeepSpeed JSON ./none.json does not exist"),
+        ("--sft.data.max_prompt_tokens=400", "step1_sft: .*= 496 is above max_position_embeddings=256 of model"),
+        ("--ppo.data.max_response_tokens=300", "step3_ppo: .*= 396 is above max_position_embeddings=256 of actor"),
+        ("--ppo.gold_rule=politness", "gold_rule=politness: there is no such rule. Use one of .*politeness"),
+        ("--ppo.data.split.seed=3", "step3_ppo: data.split=.*a prompt could stand in both"),
+        ("--reward.data.template=plain", "step2_reward: data.template=plain, but step1_sft uses auto"),
+        ('--sft.data.sources=[{"path":"builtin:rudeness"}]', "no such built-in task. Use builtin:politeness"),
+        ('--sft.data.sources=[{"path":"rows.jsonl"}]', r"path=rows.jsonl: rows.jsonl does not exist"),
+        ("--reward.model.path=./none", "step2_reward: model.path=none: there is no such folder"),
+        ("--reward.model.path=/none/here", "step2_reward: model.path=/none/here: there is no such folder"),
+    ],
+)
+def test_one_problem_each(tmp_path: Path, override: str, message: str) -> None:
+    import re
+
+    found = problems(tmp_path, overrides=[override])
+    assert re.search(message, found), found
+
+
+def test_all_at_once(tmp_path: Path) -> None:
+    overrides = ["--sft.deepspeed=zero4", "--ppo.gold_rule=x", "--reward.model.path=./none"]
+    assert len(problems(tmp_path, overrides=overrides).splitlines()) == 3
+
+
+def test_fp16_on_a_cpu(tmp_path: Path) -> None:
+    raw = {"train_micro_batch_size_per_gpu": 1, "fp16": {"enabled": True}}
+    (tmp_path / "fp16.json").write_text(json.dumps(raw))
+    found = problems(tmp_path, overrides=[f"--sft.deepspeed={tmp_path}/fp16.json"])
+    assert "fp16 does not train on a CPU" in found
+    remote = Placement(hosts=(Host("n", (0,)),), hostfile=Path("/n"))
+    assert "fp16" not in problems(tmp_path, placement=remote, overrides=[f"--sft.deepspeed={tmp_path}/fp16.json"])
+
+
+def test_hybrid_engine_limit(tmp_path: Path) -> None:
+    raw = {"train_micro_batch_size_per_gpu": 1, "hybrid_engine": {"enabled": True, "max_out_tokens": 100}}
+    (tmp_path / "actor.json").write_text(json.dumps(raw))
+    found = problems(tmp_path, overrides=[f"--ppo.deepspeed.actor={tmp_path}/actor.json"])
+    assert "max_out_tokens=100 is below data.max_prompt_tokens + data.max_response_tokens = 192" in found
+
+
+def test_accelerator_needed(tmp_path: Path) -> None:
+    found = problems(tmp_path, "opt_1.3b_350m_single_gpu")
+    assert found.startswith("recipe opt_1.3b_350m_single_gpu needs accelerators")
+
+
+def test_offline_model_that_is_not_cached(tmp_path: Path) -> None:
+    offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
+    found = problems(tmp_path, "opt_1.3b_350m_single_gpu", environment=offline)
+    assert "step1_sft: model.path=facebook/opt-1.3b: HF_HUB_OFFLINE is set" in found
+    (tmp_path / "hf" / "hub" / "models--facebook--opt-1.3b" / "snapshots").mkdir(parents=True)
+    assert "opt-1.3b: HF_HUB" not in problems(tmp_path, "opt_1.3b_350m_single_gpu", environment=offline)
+
+
+def test_port_in_use(tmp_path: Path) -> None:
+    import dataclasses
+    import socket
+
+    with socket.socket() as holder:
+        holder.bind(("", 0))
+        holder.listen()
+        placement = dataclasses.replace(LOCAL, master_port=holder.getsockname()[1])
+        assert "is in use on this machine" in problems(tmp_path, placement=placement)
+
+
+def test_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "free_bytes", lambda path: 10**9)
+    assert problems(tmp_path) == ""  # 1 M parameters fit
+    overrides = ["--sft.model.config.hidden_size=4096", "--sft.model.config.num_hidden_layers=32"]
+    assert "GB, but 1.0 GB are free there" in problems(tmp_path, overrides=overrides)
+
+
+def make_model(folder: Path, kind: artifacts.Kind, tokenizer: str) -> None:
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(b"weights")
+    contract = artifacts.Contract(tokenizer=tokenizer, template_name="p", template_fingerprint="f", stop_token_id=0)
+    artifacts.write_manifest(folder, kind=kind, stage=folder.parent.name, contract=contract, seed=1)
+
+
+def test_f9_models_of_stages_that_are_not_run(tmp_path: Path) -> None:
+    """F9: step 3 alone looks at the files of the models it is given, and at whether they fit each other."""
+    found = problems(tmp_path, stages=["ppo"])
+    assert found.count("does not exist. Run the stage that writes it") == 2
+    make_model(tmp_path / "step1_sft" / "model", "policy", "tokenizer-one")
+    make_model(tmp_path / "step2_reward" / "model", "reward", "tokenizer-one")
+    assert problems(tmp_path, stages=["ppo"]) == ""
+    (tmp_path / "step2_reward" / "model" / "model.safetensors").write_bytes(b"weightS")
+    assert "sha256 is not the one" in problems(tmp_path, stages=["ppo"])
+
+
+def test_f9_models_that_do_not_fit(tmp_path: Path) -> None:
+    make_model(tmp_path / "step1_sft" / "model", "policy", "tokenizer-one")
+    make_model(tmp_path / "step2_reward" / "model", "reward", "tokenizer-two")
+    assert "was trained with tokenizer tokenizer-tw" in problems(tmp_path, stages=["ppo"])
+
+
+def test_hub_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert is_hub_name("facebook/opt-125m")
+    assert not any(map(is_hub_name, ("./facebook/opt", "../a", "/a/b", "a", "a/b/c", "~/a")))
+    (tmp_path / "facebook" / "opt-125m").mkdir(parents=True)
+    assert not is_hub_name("facebook/opt-125m")

@@ -58,9 +58,10 @@ class Writer:
     def append(self, name: str, values: Any) -> None:
         """Append values to an array."""
         data = np.ascontiguousarray(values, dtype=DTYPES[name])
+        content = data.tobytes()
         self.count[name] += data.size
-        self.crc[name] = zlib.crc32(data.data.cast("B"), self.crc[name]) if data.size else self.crc[name]
-        data.tofile(self.files[name])
+        self.crc[name] = zlib.crc32(content, self.crc[name])
+        self.files[name].write(content)
 
     def close(self, report: dict[str, Any] | None) -> None:
         """Write everything through to disk; without a report, the folder is being given up."""
@@ -124,12 +125,13 @@ def open_or_build(cache_dir: Path, key: str, build: Callable[[Writer], dict[str,
                     _remove(folder)
             return _build(cache_dir, key, build), True
     except OSError as error:
-        if error.filename is None or not str(error.filename).startswith(str(cache_dir)):
+        is_cache = error.filename is not None and str(error.filename).startswith(str(cache_dir))
+        if not is_cache and error.errno != errno.ENOSPC:
             raise
         raise type(error)(
             error.errno,
             f"data.cache_dir={cache_dir} cannot be used: {error.strerror}. Give a folder of your own in data.cache_dir",
-            str(error.filename),
+            str(error.filename or cache_dir),
         ) from error
 
 

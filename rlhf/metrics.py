@@ -104,6 +104,9 @@ METRICS: dict[str, Metric] = {
     "ppo/response_length": _metric("tokens", "none", "Mean response length, stop token included."),
     "ppo/stop_frac": _metric("fraction", "up", "Responses that end with a stop token or string."),
     "ppo/distinct_frac": _metric("fraction", "up", "Different responses as a share of the step's responses."),
+    "ppo/logprob_gap": _metric(
+        "nats", "down", "Mean |difference| per token of log-probs from decoding and from the scoring forward."
+    ),
     "ppo/gold": _metric("gold", "up", "Mean of the gold rule on the step's responses; never trained on."),
     "policy/loss": _metric("", "none", "Clipped policy loss per response token."),
     "policy/clip_frac": _metric(

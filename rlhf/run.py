@@ -16,7 +16,7 @@ import resource
 import shlex
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -118,6 +118,7 @@ class Run:
         self._tokens: Tensor | int = 0
         self._logged_step = 0
         self._first_step = 0
+        self._measured: dict[str, dict[str, float]] = {}
         self._starting_up = True
         self._progress: dict[str, Any] = {"step": 0, "num_steps": num_steps, "phase": "start"}
 
@@ -249,14 +250,21 @@ class Run:
         if distributed.is_main():
             artifacts.write_json(self.folder / "data.json", report)
 
+    def once(self, name: str, measure: Callable[[], dict[str, float]]) -> dict[str, float]:
+        """What `measure` returned in the first attempt: a resumed run does not measure again what lies before it."""
+        if name not in self._measured:
+            self._measured[name] = measure()
+        return self._measured[name]
+
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs of this one; call after `log` of the same step."""
         self.totals.wall_seconds += self._lap_wall()
-        return {"step": self._logged_step, "totals": _totals_to_dict(self.totals)}
+        return {"step": self._logged_step, "totals": _totals_to_dict(self.totals), "measured": self._measured}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on after the saved step: totals are restored, records of later steps are dropped."""
         self.totals = Totals(**state["totals"])
+        self._measured = dict(state["measured"])
         self._logged_step = self._first_step = int(state["step"])
         self._progress.update(step=self._logged_step)
         if distributed.is_main():

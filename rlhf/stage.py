@@ -3,17 +3,21 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from rlhf import artifacts, checkpoint
 from rlhf.artifacts import Contract
 from rlhf.config import DataConfig, ModelConfig, TokenizerConfig
-from rlhf.data.dataset import Stage, training_texts
+from rlhf.data.dataset import training_texts
+from rlhf.data.splits import Stage
 from rlhf.data.template import ChatTemplate, load_template
 from rlhf.distributed import broadcast_object, is_main, together
 from rlhf.engine import TrainEngine
 from rlhf.models.build import load_tokenizer, tokenizer_fingerprint, train_bpe
+from rlhf.run import Run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +60,8 @@ def load_language(data: DataConfig, tokenizer: TokenizerConfig, model: ModelConf
         loaded = load_tokenizer(path)
     else:
         raise ValueError(
-            "model.config starts a new model, but tokenizer.path and tokenizer.train_vocab_size are both empty. Set one."
+            "model.config starts a new model, but tokenizer.path and tokenizer.train_vocab_size are both empty. Set "
+            "one."
         )
     assert loaded is not None
     return Language(tokenizer=loaded, template=load_template(data.template, loaded))
@@ -65,12 +70,44 @@ def load_language(data: DataConfig, tokenizer: TokenizerConfig, model: ModelConf
 def export_model(
     engine: TrainEngine,
     language: Language,
-    folder: Path,
+    run: Run,
     *,
     kind: artifacts.Kind,
-    stage: str,
     parents: Sequence[str | None],
-    seed: int,
     metrics: Mapping[str, float],
-) -> None:
-    """Write the engine's model as a verified folder with its manifest. Collective."""
+    name: str = "model",
+) -> Path:
+    """Write the engine's model under run.folder/name, verified, with its manifest. Collective.
+
+    Args:
+        engine: of a `Policy` or a `ScalarModel`.
+        language: saved beside the weights, with the template as the tokenizer's own.
+        run: of the stage.
+        kind: what the model is.
+        parents: folders or hub names of the models it was made from; None is no parent.
+        metrics: final numbers for the manifest.
+        name: of the folder.
+    """
+    folder = run.folder / name
+    language.tokenizer.chat_template = language.template.jinja
+
+    def finish(part: Path) -> None:
+        artifacts.write_manifest(
+            part,
+            kind=kind,
+            stage=run.stage,
+            contract=language.contract,
+            parents=[parent for parent in parents if parent],
+            seed=run.config.seed,
+            metrics=metrics,
+        )
+
+    checkpoint.save_model_folder(
+        cast(nn.Module, engine.module.model),
+        engine,
+        language.tokenizer,
+        folder,
+        stop_token_id=language.template.stop_token_id,
+        finish=finish,
+    )
+    return folder

@@ -3,38 +3,32 @@
 Run with `deepspeed --module step1_sft.train --config sft.yaml`, or as one plain process with `python -m`.
 """
 
-import logging
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Protocol
 
-from rlhf import checkpoint, distributed, ds_config, engine
+import torch
+
+from rlhf import checkpoint, ds_config
 from rlhf.config import parse_config
 from rlhf.data.collate import collate_sft
-from rlhf.data.dataset import TokenDataset, build_dataset
-from rlhf.data.loader import Loader
-from rlhf.engine import TrainEngine, zero3_init
+from rlhf.data.dataset import build_dataset
+from rlhf.data.loader import Loader, evenly_spaced
+from rlhf.distributed import all_sum, rank, shutdown, world_size
+from rlhf.engine import TrainEngine, setup, zero3_init
 from rlhf.models.build import build_causal_lm, check_length_fits
 from rlhf.models.policy import Policy
-from rlhf.rollout.answers import Voice
+from rlhf.rollout.answers import Voice, answer_rows
 from rlhf.run import Run
-from rlhf.stage import load_language, prompt_rows
+from rlhf.stage import Language, export_model, load_language
 from step1_sft.config import SFTConfig
-from step1_sft.evaluate import evaluate_answers, evaluate_loss, to_samples
+from step1_sft.evaluate import evaluate_loss, summarise_answers, to_samples
 from step1_sft.loss import sft_loss_sum
-
-logger = logging.getLogger(__name__)
 
 
 def train(cfg: SFTConfig) -> None:
     """Fine-tune a causal LM on demonstrations and leave a model folder."""
-    ds = ds_config.resolve(
-        ds_config.load(cfg.deepspeed),
-        optim=cfg.optim,
-        world_size=distributed.world_size(),
-        trainable=True,
-        lora=cfg.model.lora.rank > 0,
-        source=cfg.deepspeed,
-    )
+    ds = ds_config.load(cfg.deepspeed)
     language = load_language(cfg.data, cfg.tokenizer, cfg.model, stage="sft")
     dataset = build_dataset(
         cfg.data, stage="sft", part="train", template=language.template, tokenizer=language.tokenizer
@@ -43,8 +37,8 @@ def train(cfg: SFTConfig) -> None:
         dataset,
         global_batch_size=cfg.global_batch_size,
         micro_batch_size=ds_config.micro_batch_size(ds),
-        rank=distributed.rank(),
-        world_size=distributed.world_size(),
+        rank=rank(),
+        world_size=world_size(),
         seed=cfg.run.seed,
         epochs=cfg.epochs,
         max_steps=cfg.max_steps,
@@ -55,17 +49,17 @@ def train(cfg: SFTConfig) -> None:
         model = build_causal_lm(cfg.model, language.tokenizer, seed=cfg.run.seed)
     check_length_fits(model.config, cfg.data.max_prompt_tokens + cfg.data.max_response_tokens)
     policy = TrainEngine(Policy(model), ds=ds, optim=cfg.optim, role="policy", num_steps=len(loader))
-    evaluation = Evaluation(cfg, ds, policy, language, run)
+    evaluate = make_evaluation(cfg, policy, language, run)
     checkpoint.resume(run, {"policy": policy}, {"loader": loader})
-    if run.first_step == 0:
-        evaluation.before()
+    before = run.once("before", lambda: evaluate(0, answers=False))
 
     for step, micro_batches in run.steps(loader):
         with run.timer("update"):
             batches = [
-                collate_sft(rows, pad_id=language.pad_id, device=policy.device) for rows in micro_batches
+                collate_sft(rows, pad_id=language.pad_id, device=policy.device, loss_on=cfg.loss_on)
+                for rows in micro_batches
             ]
-            count = distributed.all_sum(sum(batch.loss_mask_BT.sum() for batch in batches))
+            count = all_sum(torch.stack([batch.loss_mask_BT.sum() for batch in batches]).sum())
             for i, batch in enumerate(batches):
                 output = policy(
                     token_ids_BT=batch.token_ids_BT,
@@ -80,7 +74,76 @@ def train(cfg: SFTConfig) -> None:
             update = policy.step()
         run.metrics.set({"train/lr": update.lr, "train/grad_norm": update.grad_norm})
         run.log(step)
-        if run.every(cfg.run.eval_every, step):
-            evaluation.during(step)
+        if run.every(cfg.run.eval_every, step) and step < len(loader):
+            evaluate(step, answers=False)
         if run.every(cfg.run.save_every, step):
             checkpoint.save(run, {"policy": policy}, {"loader": loader})
+
+    after = evaluate(len(loader), answers=True)
+    metrics = headline(before, after)
+    folder = export_model(policy, language, run, kind="policy", parents=[cfg.model.path], metrics=metrics)
+    run.finish(metrics, folder)
+
+
+class Evaluation(Protocol):
+    """Evaluates the policy as it is after `step` steps."""
+
+    def __call__(self, step: int, *, answers: bool) -> dict[str, float]:
+        """Held-out loss, and answers to held-out prompts if asked for. Collective."""
+
+
+def make_evaluation(cfg: SFTConfig, policy: TrainEngine, language: Language, run: Run) -> Evaluation:
+    """Read the held-out rows once and return the function that evaluates on them."""
+    held_out = build_dataset(
+        cfg.data, stage="sft", part="eval", template=language.template, tokenizer=language.tokenizer
+    )
+    prompts = build_dataset(
+        cfg.data, stage="ppo", part="eval", template=language.template, tokenizer=language.tokenizer
+    )
+    rows = [prompts[i] for i in evenly_spaced(len(prompts), cfg.eval.generate_rows)]
+    voice = Voice(
+        tokenizer=language.tokenizer,
+        template=language.template,
+        sampling=replace(cfg.sampling, temperature=0.0) if cfg.eval.greedy else cfg.sampling,
+        max_new_tokens=cfg.data.max_response_tokens,
+        batch_size=max(1, len(rows)),
+    )
+
+    def evaluate(step: int, *, answers: bool) -> dict[str, float]:
+        with run.timer("eval"):
+            values = evaluate_loss(policy, held_out, max_rows=cfg.eval.max_rows, pad_id=language.pad_id)
+            if answers and rows:
+                given = answer_rows(policy, voice, rows, seed=run.seed_for("answers", 0))
+                values.update(summarise_answers(given))
+                run.write_samples("after", to_samples(given))
+        run.log_eval(step, values)
+        return values
+
+    return evaluate
+
+
+def headline(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+    """The stage's entries of summary.json; what was not measured is left out."""
+    names = {"eval_loss": "eval/loss", "perplexity": "eval/perplexity", "token_accuracy": "eval/token_accuracy"}
+    metrics = {
+        f"{short}_{when}": values[name]
+        for when, values in (("before", before), ("after", after))
+        for short, name in names.items()
+        if name in values
+    }
+    for short in ("stop_frac", "distinct_frac", "response_length"):
+        if f"eval/{short}" in after:
+            metrics[short] = after[f"eval/{short}"]
+    return metrics
+
+
+def main() -> None:
+    """Entry point of the deepspeed launcher."""
+    cfg = parse_config(SFTConfig, prog="step1_sft.train")
+    setup()
+    train(cfg)
+    shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from rlhf.data.collate import collate_preferences
-from rlhf.data.dataset import TokenDataset
+from rlhf.data.dataset import PreferenceRow, TokenDataset
 from rlhf.data.loader import eval_micro_batches
 from rlhf.distributed import all_gather_objects, rank, world_size
 from rlhf.engine import TrainEngine
@@ -43,15 +43,13 @@ class Judgements:
         self.num_ties += other.num_ties
 
 
-def judge(
-    reward: TrainEngine, dataset: TokenDataset, *, micro_batch_size: int, max_rows: int, pad_id: int
-) -> Judgements:
+def judge(reward: TrainEngine, dataset: TokenDataset[PreferenceRow], *, max_rows: int, pad_id: int) -> Judgements:
     """Score all held-out rows, each on one rank; every rank gets all judgements. Collective."""
     mine = Judgements()
     reward.eval()
     with torch.no_grad():
         for rows in eval_micro_batches(
-            dataset, micro_batch_size=micro_batch_size, rank=rank(), world_size=world_size(), max_rows=max_rows
+            dataset, micro_batch_size=reward.micro_batch_size, rank=rank(), world_size=world_size(), max_rows=max_rows
         ):
             batch = collate_preferences(rows, pad_id=pad_id, device=reward.device)
             value_BT = reward(batch.token_ids_BT, batch.attention_mask_BT, batch.position_ids_BT)

@@ -2,3 +2,125 @@
 
 Run with `deepspeed --module step2_reward.train --config reward.yaml`, or as one plain process with `python -m`.
 """
+
+from collections.abc import Mapping
+
+import torch
+
+from rlhf import artifacts, checkpoint, ds_config
+from rlhf.config import parse_config
+from rlhf.data.collate import collate_preferences
+from rlhf.data.dataset import build_dataset
+from rlhf.data.loader import Loader
+from rlhf.distributed import all_sum, rank, shutdown, world_size
+from rlhf.engine import TrainEngine, setup, zero3_init
+from rlhf.models.build import build_reward_model, check_length_fits
+from rlhf.models.scalar_head import ScalarModel, scores_at
+from rlhf.run import Run
+from rlhf.stage import export_model, load_language
+from step2_reward.config import RewardConfig
+from step2_reward.evaluate import histograms, judge, summarise
+from step2_reward.loss import ranking_loss_sum
+from step2_reward.normalise import normalise_on_policy
+
+
+def train(cfg: RewardConfig) -> None:
+    """Train a reward model on preferences and leave a model folder."""
+    ds = ds_config.load(cfg.deepspeed)
+    language = load_language(cfg.data, cfg.tokenizer, cfg.model, stage="reward")
+    if cfg.normalise.policy:
+        artifacts.check_kind(artifacts.verify(cfg.normalise.policy), "normalise.policy", allowed=("policy",))
+    dataset = build_dataset(
+        cfg.data, stage="reward", part="train", template=language.template, tokenizer=language.tokenizer
+    )
+    held_out = build_dataset(
+        cfg.data, stage="reward", part="eval", template=language.template, tokenizer=language.tokenizer
+    )
+    loader = Loader(
+        dataset,
+        global_batch_size=cfg.global_batch_size,
+        micro_batch_size=ds_config.micro_batch_size(ds),
+        rank=rank(),
+        world_size=world_size(),
+        seed=cfg.run.seed,
+        epochs=cfg.epochs,
+        max_steps=cfg.max_steps,
+    )
+    run = Run.start(cfg, stage="step2_reward", ds_configs={"": ds}, num_steps=len(loader))
+    run.write_data_report(dataset.report)
+    with zero3_init(ds):
+        model = build_reward_model(cfg.model, language.tokenizer, seed=cfg.run.seed)
+    check_length_fits(model.config, cfg.data.max_prompt_tokens + cfg.data.max_response_tokens)
+    reward = TrainEngine(ScalarModel(model), ds=ds, optim=cfg.optim, role="reward", num_steps=len(loader))
+    checkpoint.resume(run, {"reward": reward}, {"loader": loader})
+
+    def evaluate(step: int) -> dict[str, float]:
+        with run.timer("eval"):
+            judgements = judge(reward, held_out, max_rows=cfg.eval.max_rows, pad_id=language.pad_id)
+        values = summarise(judgements, held_out.source_names)
+        run.log_eval(step, values)
+        run.write_histograms(histograms(judgements))
+        return values
+
+    before = run.once("before", lambda: evaluate(0))
+    for step, micro_batches in run.steps(loader):
+        with run.timer("update"):
+            batches = [
+                collate_preferences(rows, pad_id=language.pad_id, device=reward.device) for rows in micro_batches
+            ]
+            count = all_sum(torch.stack([batch.weight_N.sum() for batch in batches]).sum())
+            for i, batch in enumerate(batches):
+                value_BT = reward(batch.token_ids_BT, batch.attention_mask_BT, batch.position_ids_BT)
+                loss_sum, stats = ranking_loss_sum(
+                    scores_at(value_BT, batch.last_index_B),
+                    chosen_N=batch.chosen_N,
+                    rejected_N=batch.rejected_N,
+                    weight_N=batch.weight_N,
+                    margin_N=batch.margin_N if cfg.ranking.use_margin else batch.margin_N * 0,
+                    centring_coef=cfg.ranking.centring_coef,
+                )
+                reward.accumulate(loss_sum, count=count, last=i == len(batches) - 1)
+                run.metrics.add(stats)
+                run.count_batch(batch.attention_mask_BT)
+            update = reward.step()
+        run.metrics.set({"train/lr": update.lr, "train/grad_norm": update.grad_norm})
+        run.log(step)
+        if run.every(cfg.run.eval_every, step) and step < len(loader):
+            evaluate(step)
+        if run.every(cfg.run.save_every, step):
+            checkpoint.save(run, {"reward": reward}, {"loader": loader})
+
+    metrics = headline(before, evaluate(len(loader)))
+    if cfg.normalise.policy:
+        with run.timer("eval"):
+            metrics.update(normalise_on_policy(cfg, reward, language, seed=run.seed_for("normalise", 0)))
+    folder = export_model(
+        reward, language, run, kind="reward", parents=[cfg.model.path, cfg.normalise.policy], metrics=metrics
+    )
+    run.finish(metrics, folder)
+
+
+def headline(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+    """The stage's entries of summary.json; what was not measured is left out."""
+    metrics = {
+        short: after[f"eval/{short}"]
+        for short in ("pair_accuracy", "tie_frac", "calibration_error", "length_correlation", "margin")
+        if f"eval/{short}" in after
+    }
+    for when, values in (("before", before), ("after", after)):
+        for short in ("loss", "pair_accuracy"):
+            if f"eval/{short}" in values:
+                metrics[f"eval_{short}_{when}"] = values[f"eval/{short}"]
+    return metrics
+
+
+def main() -> None:
+    """Entry point of the deepspeed launcher."""
+    cfg = parse_config(RewardConfig, prog="step2_reward.train")
+    setup()
+    train(cfg)
+    shutdown()
+
+
+if __name__ == "__main__":
+    main()

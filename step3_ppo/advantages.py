@@ -4,9 +4,7 @@ import torch
 from torch import Tensor
 
 
-def gae(
-    reward_BR: Tensor, value_BR: Tensor, mask_BR: Tensor, *, gamma: float, lam: float
-) -> tuple[Tensor, Tensor]:
+def gae(reward_BR: Tensor, value_BR: Tensor, mask_BR: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimates and value targets for right-padded responses.
 
     A_t = sum_k (gamma lam)^k delta_{t+k} with delta_t = r_t + gamma V_{t+1} - V_t; the value after the last token of a

@@ -196,6 +196,11 @@ class PPOConfig:
                 f"rollout.prompts_per_step x rollout.samples_per_prompt = {self.rollout.num_sequences} is not a "
                 f"multiple of update.minibatch_size = {self.update.minibatch_size}. Change one of them."
             )
+        if self.update.critic_warmup_steps >= self.max_steps:
+            raise ValueError(
+                f"update.critic_warmup_steps={self.update.critic_warmup_steps} leaves no step for the actor: "
+                f"max_steps is {self.max_steps}. Lower it."
+            )
         if self.sampling.temperature == 0:
             raise ValueError("sampling.temperature is 0, but PPO needs samples. Use a temperature above 0, usually 1.")
         if self.sampling.min_new_tokens > self.data.max_response_tokens:
@@ -203,3 +208,8 @@ class PPOConfig:
                 f"sampling.min_new_tokens={self.sampling.min_new_tokens} is above data.max_response_tokens="
                 f"{self.data.max_response_tokens}. Lower it."
             )
+
+    @property
+    def num_updates(self) -> int:
+        """Optimiser steps of the critic over the whole run."""
+        return self.max_steps * self.update.epochs * (self.rollout.num_sequences // self.update.minibatch_size)

@@ -1,6 +1,6 @@
 """What one rollout teaches: log-probs, values, rewards and advantages per token, and its minibatches."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,7 @@ from step3_ppo.rewards import token_rewards
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sequence:
+class ScoredSequence:
     """One prompt, one sampled response, and what the four roles say of it. Tensors are float32 on the CPU, [R]."""
 
     key: tuple[int, int]
@@ -23,10 +23,14 @@ class Sequence:
     prompt_ids: list[int]
     response_ids: list[int]
     """Stop token included."""
+    text: str
+    """The response as a person reads it."""
     stopped: bool
     """Ended by itself, not by the length limit."""
+    rollout_logprob_R: Tensor
+    """Nats, as the decoder computed it while sampling."""
     old_logprob_R: Tensor
-    """Nats, of the policy that sampled, under the sampling transforms."""
+    """Nats, of the policy that sampled, under the sampling transforms, by the forward that the update uses."""
     ref_logprob_R: Tensor
     """Nats, of the reference, under the same transforms."""
     old_value_R: Tensor
@@ -43,7 +47,7 @@ class Sequence:
 class Experience:
     """All sequences of one PPO step, on every rank: column i of a `*_BR` tensor is response token i."""
 
-    sequences: list[Sequence]
+    sequences: list[ScoredSequence]
     mask_BR: Tensor
     old_logprob_BR: Tensor
     old_value_BR: Tensor
@@ -77,14 +81,14 @@ class Experience:
             yield [[chosen[i] for i in micro] for micro in plan[rank]]
 
 
-def gather_sequences(local: list[Sequence]) -> list[Sequence]:
+def gather_sequences(local: list[ScoredSequence]) -> list[ScoredSequence]:
     """All ranks' sequences, in one order on every rank."""
     everything = [sequence for part in all_gather_objects(local) for sequence in part]
     return sorted(everything, key=lambda sequence: sequence.key)
 
 
 def to_experience(
-    sequences: list[Sequence], score_B: Tensor, kl_BR: Tensor, *, kl_coef: float, gae_config: GAEConfig
+    sequences: list[ScoredSequence], score_B: Tensor, kl_BR: Tensor, *, kl_coef: float, gae_config: GAEConfig
 ) -> Experience:
     """Rewards, value targets, and advantages whitened over the response tokens of all ranks.
 
@@ -117,7 +121,7 @@ def to_experience(
     )
 
 
-def sequence_mask(sequences: list[Sequence]) -> Tensor:
+def sequence_mask(sequences: Sequence[ScoredSequence]) -> Tensor:
     """mask_BR, True on response tokens, stop token included."""
     length_B = torch.tensor([len(s.response_ids) for s in sequences], dtype=torch.long)
     return response_mask(length_B, int(length_B.max()))

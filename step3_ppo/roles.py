@@ -2,59 +2,84 @@
 
 import dataclasses
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
-from rlhf import ds_config
-from rlhf.artifacts import check_contract, read_manifest
+from rlhf import artifacts, ds_config, engine
 from rlhf.config import ModelConfig
-from rlhf.data.template import ChatTemplate, load_template
-from rlhf.distributed import world_size
-from rlhf.engine import FrozenEngine, TrainEngine, zero3_init
-from rlhf.models.build import build_causal_lm, build_reward_model, load_tokenizer
+from rlhf.engine import FrozenEngine, TrainEngine
+from rlhf.models.build import build_causal_lm, build_reward_model, check_length_fits
 from rlhf.models.policy import Policy
 from rlhf.models.scalar_head import ScalarModel
+from rlhf.stage import Language
 from step3_ppo.config import PPOConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class Roles:
-    """The engines of one PPO run, and what all four share: one tokenizer, one chat template."""
+    """The engines of one PPO run. All four read the same tokens, which the contract between the folders makes sure."""
 
-    tokenizer: PreTrainedTokenizerBase
-    template: ChatTemplate
     actor: TrainEngine
     critic: TrainEngine
     reference: FrozenEngine
     reward: FrozenEngine
 
 
-def resolve_ds_configs(cfg: PPOConfig) -> dict[str, dict[str, Any]]:
-    """The four resolved DeepSpeed configs, by role."""
-    optimizers = {"actor": cfg.actor_optim, "critic": cfg.critic_optim, "reference": None, "reward": None}
-    return {
-        role: ds_config.resolve(
-            ds_config.load(getattr(cfg.deepspeed, role)),
-            optim=optim,
-            world_size=world_size(),
-            trainable=optim is not None,
-        )
-        for role, optim in optimizers.items()
-    }
+def load_ds_configs(cfg: PPOConfig) -> dict[str, dict[str, Any]]:
+    """The content of each role's DeepSpeed JSON."""
+    return {f.name: ds_config.load(getattr(cfg.deepspeed, f.name)) for f in dataclasses.fields(cfg.deepspeed)}
 
 
 def model_configs(cfg: PPOConfig) -> dict[str, ModelConfig]:
-    """The four model configs, with the paths that default to another role's and without dropout.
+    """The four model configs: paths filled in from the role they default to, and no dropout anywhere.
 
-    Dropout makes the same weights give two policies, one when sampling and scoring and another in the update, so that
-    the first ratio is not 1; it is off in every role whatever a model's config says.
+    With dropout the same weights are two policies, one when sampling and scoring and another in the update, and the
+    first ratio is not 1.
     """
-    start = {
-        "actor": cfg.actor,
-        "reference": cfg.reference if cfg.reference.path else dataclasses.replace(cfg.actor, path=cfg.actor.path),
-        "reward": cfg.reward,
-        "critic": cfg.critic if cfg.critic.path else dataclasses.replace(cfg.critic, path=cfg.reward.path),
-    }
-    return {role: dataclasses.replace(model, dropout=0.0) for role, model in start.items()}
+    reference = cfg.reference if cfg.reference.path else ModelConfig(
+        path=cfg.actor.path, dtype=cfg.actor.dtype, attention=cfg.actor.attention
+    )  # fmt: skip
+    critic = cfg.critic if cfg.critic.path else dataclasses.replace(cfg.critic, path=cfg.reward.path)
+    models = {"actor": cfg.actor, "critic": critic, "reference": reference, "reward": cfg.reward}
+    return {role: dataclasses.replace(model, dropout=0.0) for role, model in models.items()}
+
+
+def check_artifacts(cfg: PPOConfig) -> None:
+    """Check that the model folders are whole and fit one another, before anything is loaded.
+
+    Raises:
+        ArtifactError: a file is missing or changed, a model is of the wrong kind, or the tokens differ.
+    """
+    assert cfg.actor.path and cfg.reward.path
+    artifacts.check_contract(artifacts.verify(cfg.actor.path), artifacts.verify(cfg.reward.path))
+
+
+def build_roles(cfg: PPOConfig, language: Language, ds: dict[str, dict[str, Any]], *, num_updates: int) -> Roles:
+    """Load the four models, each sharded or whole as its JSON says. Collective.
+
+    Args:
+        cfg: of the stage.
+        language: tokenizer and template that all four share.
+        ds: content of each role's DeepSpeed JSON.
+        num_updates: optimiser steps of the whole run, for the critic; the actor makes fewer with a critic warm-up.
+    """
+    models = model_configs(cfg)
+    num_tokens = cfg.data.max_prompt_tokens + cfg.data.max_response_tokens
+    wrapped: dict[str, Policy | ScalarModel] = {}
+    for role, model_config in models.items():
+        with engine.zero3_init(ds[role]):
+            if role in ("actor", "reference"):
+                wrapped[role] = Policy(build_causal_lm(model_config, language.tokenizer, seed=cfg.run.seed))
+            else:
+                wrapped[role] = ScalarModel(build_reward_model(model_config, language.tokenizer, seed=cfg.run.seed))
+        check_length_fits(wrapped[role].config, num_tokens)
+    actor_updates = num_updates * (cfg.max_steps - cfg.update.critic_warmup_steps) // cfg.max_steps
+    return Roles(
+        actor=TrainEngine(
+            wrapped["actor"], ds=ds["actor"], optim=cfg.actor_optim, role="actor", num_steps=actor_updates
+        ),
+        critic=TrainEngine(
+            wrapped["critic"], ds=ds["critic"], optim=cfg.critic_optim, role="critic", num_steps=num_updates
+        ),
+        reference=FrozenEngine(wrapped["reference"], ds=ds["reference"], role="reference"),
+        reward=FrozenEngine(wrapped["reward"], ds=ds["reward"], role="reward"),
+    )

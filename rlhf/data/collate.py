@@ -42,6 +42,8 @@ class PreferenceBatch:
     source_B: Tensor
     chosen_N: Tensor
     rejected_N: Tensor
+    weight_N: Tensor
+    """1 / number of the prompt's pairs: every prompt weighs 1, whatever its number of responses."""
     margin_N: Tensor
     source_N: Tensor
     num_ties: int
@@ -107,9 +109,10 @@ def collate_preferences(rows: Sequence[PreferenceRow], *, pad_id: int, device: t
     response_lengths: list[int] = []
     sources: list[int] = []
     pairs: list[tuple[int, int, float, int]] = []
+    weights: list[float] = []
     num_ties = num_truncated_ties = 0
     for row in rows:
-        first = len(sequences)
+        first, first_pair = len(sequences), len(pairs)
         sequences += [np.concatenate([row.prompt_ids, response]) for response in row.responses]
         response_lengths += [len(response) for response in row.responses]
         sources += [row.source] * len(row.responses)
@@ -122,6 +125,8 @@ def collate_preferences(rows: Sequence[PreferenceRow], *, pad_id: int, device: t
                 else:
                     chosen, rejected = (i, j) if row.ranks[i] > row.ranks[j] else (j, i)
                     pairs.append((first + chosen, first + rejected, row.margin, row.source))
+        num_pairs = len(pairs) - first_pair
+        weights += [1 / num_pairs] * num_pairs
     token_ids_BT, length_B = _right_pad(sequences, pad_id=pad_id, device=device)
     attention_mask_BT, position_ids_BT = _mask_and_positions(length_B, token_ids_BT.shape[1])
     return PreferenceBatch(
@@ -133,6 +138,7 @@ def collate_preferences(rows: Sequence[PreferenceRow], *, pad_id: int, device: t
         source_B=torch.tensor(sources or [0], device=device),
         chosen_N=torch.tensor([pair[0] for pair in pairs], dtype=torch.int64, device=device),
         rejected_N=torch.tensor([pair[1] for pair in pairs], dtype=torch.int64, device=device),
+        weight_N=torch.tensor(weights, dtype=torch.float32, device=device),
         margin_N=torch.tensor([pair[2] for pair in pairs], dtype=torch.float32, device=device),
         source_N=torch.tensor([pair[3] for pair in pairs], dtype=torch.int64, device=device),
         num_ties=num_ties,

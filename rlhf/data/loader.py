@@ -150,8 +150,13 @@ def eval_micro_batches(
         world_size: number of processes.
         max_rows: most rows; they are taken evenly from the whole set, the same ones each time.
     """
-    count = min(len(dataset), max_rows)
-    rows = [i * len(dataset) // count for i in range(count)]
+    rows = evenly_spaced(len(dataset), max_rows)
     lengths = dataset.lengths[rows].tolist() if rows else []
     for micro in micro_batches(lengths, world_size=world_size, micro_batch_size=micro_batch_size)[rank]:
         yield [dataset[rows[i]] for i in micro]
+
+
+def evenly_spaced(num_rows: int, max_rows: int) -> list[int]:
+    """At most max_rows row numbers, taken evenly from all; the same ones each time."""
+    count = min(num_rows, max_rows)
+    return [i * num_rows // count for i in range(count)]

@@ -12,6 +12,7 @@ from rlhf.data.template import ChatTemplate
 from rlhf.distributed import all_gather_objects, rank, world_size
 from rlhf.engine import FrozenEngine, TrainEngine
 from rlhf.rollout.decode import Response, generate
+from rlhf.rollout.plain import generate_plain
 from rlhf.rollout.weights import lend_weights
 
 
@@ -44,6 +45,8 @@ class Voice:
     """Sequences decoded side by side on one rank."""
     gathered: bool = True
     """Under ZeRO-3, decode on whole weights gathered once; false: layer by layer, the ranks in step."""
+    plain: bool = False
+    """Decode by Hugging Face's generate, for a model on which ours was found to differ from it."""
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -71,7 +74,8 @@ def draw_responses(
         step: of training; a prompt met again at another step gets another response.
     """
     with lend_weights(engine, gathered=voice.gathered) as (model, all_ranks_running):
-        return generate(
+        decode = generate_plain if voice.plain else generate
+        return decode(
             model,
             [list(map(int, row.prompt_ids)) for row in prompts],
             uids=[row.uid for row in prompts],
@@ -99,7 +103,7 @@ def answer_rows(
             index=row.index,
             prompt=row.text,
             prompt_ids=list(map(int, row.prompt_ids)),
-            text=voice.tokenizer.decode(response.token_ids, skip_special_tokens=True),
+            text=voice.template.decode_response(response.token_ids),
             response_ids=response.token_ids,
             stopped=response.stopped,
             meta=row.meta,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 from torch import nn
@@ -29,10 +30,10 @@ def lend_weights(
     """
     if gathered or not engine.is_sharded:
         with engine.generation_module() as policy:
-            yield policy.model, None
+            yield cast(nn.Module, policy.model), None
     else:
         with engine.sharded_module() as policy:
-            yield policy.model, any_rank_running
+            yield cast(nn.Module, policy.model), any_rank_running
 
 
 def any_rank_running(running: bool) -> bool:  # noqa: FBT001  the signature that decode calls

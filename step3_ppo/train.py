@@ -1,0 +1,239 @@
+"""Step 3: PPO against the reward model, on the hybrid engine.
+
+Run with `deepspeed --module step3_ppo.train --config ppo.yaml`, or as one plain process with `python -m`.
+"""
+
+import dataclasses
+import logging
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rlhf import checkpoint, ds_config
+from rlhf.config import TokenizerConfig, parse_config
+from rlhf.data.dataset import PromptRow, build_dataset
+from rlhf.data.loader import Loader, evenly_spaced
+from rlhf.distributed import all_gather_objects, rank, shutdown, world_size
+from rlhf.engine import setup
+from rlhf.rollout.answers import Voice
+from rlhf.rollout.selfcheck import check_greedy
+from rlhf.rollout.weights import lend_weights
+from rlhf.rules import rule_named
+from rlhf.run import Run
+from rlhf.stage import Language, export_model, load_language
+from step3_ppo.checks import kl_is_zero, rollout_gap
+from step3_ppo.config import PPOConfig, ShapingConfig
+from step3_ppo.evaluate import answer_held_out, describe, to_samples
+from step3_ppo.experience import Experience, ScoredSequence, gather_sequences, right_pad, sequence_mask, to_experience
+from step3_ppo.kl import KLCoefficient
+from step3_ppo.rewards import KL_ESTIMATORS, RunningScale, shape_score
+from step3_ppo.roles import Roles, build_roles, check_artifacts, load_ds_configs
+from step3_ppo.rollout import Judges, roll_out, score_responses
+from step3_ppo.update import update
+
+logger = logging.getLogger(__name__)
+
+
+def train(cfg: PPOConfig) -> None:
+    """Improve the SFT policy by PPO and leave folders of the policy and the critic."""
+    check_artifacts(cfg)
+    ds = load_ds_configs(cfg)
+    language = load_language(cfg.data, TokenizerConfig(), cfg.actor, stage="ppo")
+    prompts = build_dataset(
+        cfg.data, stage="ppo", part="train", template=language.template, tokenizer=language.tokenizer
+    )
+    loader = Loader(
+        prompts,
+        global_batch_size=cfg.rollout.prompts_per_step,
+        micro_batch_size=1,
+        rank=rank(),
+        world_size=world_size(),
+        seed=cfg.run.seed,
+        epochs=math.inf,
+        max_steps=cfg.max_steps,
+    )
+    run = Run.start(cfg, stage="step3_ppo", ds_configs=ds, num_steps=len(loader))
+    run.write_data_report(prompts.report)
+    roles = build_roles(cfg, language, ds, num_updates=cfg.num_updates)
+    voice = make_voice(cfg, language, roles)
+    judges = make_judges(cfg)
+    held_out = build_dataset(
+        cfg.data, stage="ppo", part="eval", template=language.template, tokenizer=language.tokenizer
+    )
+    rows = [held_out[i] for i in evenly_spaced(len(held_out), cfg.eval.generate_rows)]
+    kl_coef, scale = KLCoefficient(cfg.kl), RunningScale()
+    engines = {"actor": roles.actor, "critic": roles.critic}
+    parts: dict[str, checkpoint.Stateful] = {"loader": loader, "kl_coef": kl_coef, "scale": scale}
+    checkpoint.resume(run, engines, parts)
+    voice = trusted_voice(roles, voice, rows or [prompts[0]])
+    dtype = ds_config.dtype_name(ds["actor"])
+
+    def evaluate(step: int, when: str) -> dict[str, float]:
+        speaker = dataclasses.replace(voice, sampling=dataclasses.replace(cfg.sampling, temperature=0.0))
+        with run.timer("eval"):
+            answers = answer_held_out(
+                roles,
+                speaker if cfg.eval.greedy else voice,
+                rows,
+                judges,
+                batch_size=cfg.rollout.score_batch_size,
+                seed=run.seed_for("answers", 0),
+            )
+        values = describe(answers)
+        run.log_eval(step, {f"eval/{name}": value for name, value in values.items()})
+        run.write_samples(when, to_samples(answers, rows))
+        return values
+
+    before = run.once("before", lambda: evaluate(0, "before"))
+    for step, micro_batches in run.steps(loader):
+        with run.timer("rollout"):
+            mine = [row for micro in micro_batches for row in micro]
+            repeated, sample_ids, responses = roll_out(
+                roles, voice, mine, samples_per_prompt=cfg.rollout.samples_per_prompt, seed=cfg.run.seed, step=step
+            )
+        with run.timer("score"):
+            sequences = gather_sequences(
+                score_responses(
+                    roles, voice, repeated, sample_ids, responses, judges, batch_size=cfg.rollout.score_batch_size
+                )
+            )
+            if roles.actor.step_count == 0 and not cfg.reference.path:
+                kl_is_zero(sequences, dtype=dtype)
+            score_B = shaped_scores(sequences, scale, cfg.shaping)
+            kl_BR = penalty_kl(sequences, cfg.kl.estimator)
+            experience = to_experience(sequences, score_B, kl_BR, kl_coef=kl_coef.value, gae_config=cfg.gae)
+        with run.timer("update"):
+            update(roles, experience, voice, cfg.update, run, step=step, dtype=dtype)
+        values = summarise(experience, kl_coef=kl_coef.value)
+        run.metrics.set(values)
+        kl_coef.update(values["ppo/kl_ref"], num_sequences=len(sequences))
+        run.count_tokens(sum(len(p.prompt_ids) + len(r.token_ids) for p, r in zip(repeated, responses, strict=True)))
+        run.log(step)
+        if run.every(cfg.run.eval_every, step) and step < len(loader):
+            evaluate(step, "after")
+        if run.every(cfg.run.save_every, step):
+            checkpoint.save(run, engines, parts)
+
+    metrics = headline(before, evaluate(len(loader), "after"), judges)
+    parents = [cfg.actor.path, cfg.reward.path]
+    folder = export_model(roles.actor, language, run, kind="policy", parents=parents, metrics=metrics)
+    export_model(roles.critic, language, run, kind="critic", parents=parents, metrics={}, name="critic")
+    run.finish(metrics, folder)
+
+
+def make_voice(cfg: PPOConfig, language: Language, roles: Roles) -> Voice:
+    """How the actor speaks: in rollouts and in evaluation."""
+    return Voice(
+        tokenizer=language.tokenizer,
+        template=language.template,
+        sampling=cfg.sampling,
+        max_new_tokens=cfg.data.max_response_tokens,
+        batch_size=cfg.rollout.batch_size,
+        gathered=roles.actor.hybrid_engine.enabled,
+    )
+
+
+def make_judges(cfg: PPOConfig) -> Judges:
+    """Rules by name, and their weights."""
+    return Judges(
+        rule=rule_named(cfg.shaping.rule) if cfg.shaping.rule else None,
+        rule_weight=cfg.shaping.rule_weight,
+        model_weight=cfg.shaping.model_weight,
+        gold=rule_named(cfg.gold_rule) if cfg.gold_rule else None,
+    )
+
+
+def trusted_voice(roles: Roles, voice: Voice, rows: Sequence[PromptRow]) -> Voice:
+    """Compare our greedy decoding with Hugging Face's on this model; where they differ, take Hugging Face's.
+
+    Collective. All ranks take the same path, whatever each of them found.
+    """
+    with lend_weights(roles.actor, gathered=voice.gathered) as (model, all_ranks_running):
+        check = check_greedy(
+            model,
+            [list(map(int, row.prompt_ids)) for row in rows[:4]],
+            stop_token_ids=voice.stop_token_ids,
+            max_new_tokens=min(20, voice.max_new_tokens),
+            pad_id=int(voice.tokenizer.pad_token_id),
+            all_ranks_running=all_ranks_running,
+        )
+    agreed = all(all_gather_objects(check.ok))
+    if agreed:
+        logger.info("rollout self-check: %s", check.message)
+        return voice
+    logger.warning("rollout self-check failed, decoding by Hugging Face's generate: %s", check.message)
+    return dataclasses.replace(voice, plain=True)
+
+
+def shaped_scores(sequences: Sequence[ScoredSequence], scale: RunningScale, config: ShapingConfig) -> Tensor:
+    """score_B after scaling, clipping and penalties; the running scale takes in this step's scores first."""
+    score_B = torch.tensor([s.score for s in sequences])
+    if config.scale == "running":
+        scale.update(len(score_B), float(score_B.double().sum()), float(score_B.double().square().sum()))
+        score_B = score_B / scale.std
+    return shape_score(
+        score_B,
+        stopped_B=torch.tensor([s.stopped for s in sequences]),
+        length_B=torch.tensor([len(s.response_ids) for s in sequences]),
+        clip=config.clip,
+        missing_stop_penalty=config.missing_stop_penalty,
+        length_penalty=config.length_penalty,
+    )
+
+
+def penalty_kl(sequences: Sequence[ScoredSequence], estimator: str) -> Tensor:
+    """kl_BR by the penalty's estimator, nats; 0 outside the responses."""
+    kl_BR = KL_ESTIMATORS[estimator](
+        right_pad([s.old_logprob_R for s in sequences]), right_pad([s.ref_logprob_R for s in sequences])
+    )
+    return kl_BR * sequence_mask(sequences)
+
+
+def summarise(experience: Experience, *, kl_coef: float) -> dict[str, float]:
+    """Metrics of one rollout, of all ranks."""
+    sequences = experience.sequences
+    return {
+        **{f"ppo/{name}": value for name, value in describe(sequences).items()},
+        "ppo/kl_coef": kl_coef,
+        "ppo/reward": float(experience.reward_BR.sum()) / len(sequences),
+        "ppo/logprob_gap": rollout_gap(sequences),
+        "value/explained_variance": explained_variance(experience),
+    }
+
+
+def explained_variance(experience: Experience) -> float:
+    """1 - var(return - value) / var(return) over response tokens, of the values at rollout; 0 if returns are equal."""
+    returns, values = experience.return_BR[experience.mask_BR], experience.old_value_BR[experience.mask_BR]
+    variance = float(returns.var(correction=0))
+    return 1.0 - float((returns - values).var(correction=0)) / variance if variance > 0 else 0.0
+
+
+def headline(before: dict[str, float], after: dict[str, float], judges: Judges) -> dict[str, float]:
+    """The stage's entries of summary.json; what was not measured is left out."""
+    metrics: dict[str, float] = {}
+    for name in ("gold", "score"):
+        for short, values in (("sft", before), ("ppo", after)):
+            if name in values:
+                metrics[f"{name}_{short}"] = values[name]
+    if judges.gold is not None:
+        metrics["gold_max"] = judges.gold.maximum
+    if "kl_ref" in after:
+        metrics["kl"] = after["kl_ref"]
+    for name in ("entropy", "distinct_frac", "response_length", "stop_frac"):
+        if name in after:
+            metrics[name] = after[name]
+    return metrics
+
+
+def main() -> None:
+    """Entry point of the deepspeed launcher."""
+    cfg = parse_config(PPOConfig, prog="step3_ppo.train")
+    setup()
+    train(cfg)
+    shutdown()
+
+
+if __name__ == "__main__":
+    main()

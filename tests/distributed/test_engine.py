@@ -163,6 +163,12 @@ def generation_job(changes: dict[str, Any]) -> list[dict[str, Any]]:
         hooks = len(trained.module._forward_pre_hooks)
         with torch.no_grad():
             loss_sum(trained, rows)  # leaves weights gathered and prefetches in flight under the default thresholds
+            if number == 3:
+                # As does a forward that fails half-way.
+                handle = trained.module.model.decoder.layers[1].fc1.register_forward_pre_hook(lambda *_: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    loss_sum(trained, rows)
+                handle.remove()
         with torch.no_grad(), trained.generation_module() as module:
             inside = available(trained)
             assert not module.training
@@ -193,6 +199,7 @@ def generation_job(changes: dict[str, Any]) -> list[dict[str, Any]]:
                 "same_tokens": torch.equal(tokens, expected),
                 "training": trained.module.training,
                 "hooks": len(trained.module._forward_pre_hooks) - hooks,
+                "in forward": any(m._parameters._in_forward for m in trained.module.modules()),
             }
         )
         loss, _ = train_step(trained, rows, num_micro=2)
@@ -213,6 +220,7 @@ def test_generation_on_whole_weights(ranks: Ranks, thresholds: str) -> None:
             assert step["inside"] == num_weights and step["after"] == 0, step
             assert step["fresh"] < 1e-4 and step["width"] == VOCAB and step["same_tokens"], step
             assert step["training"] and step["hooks"] == 0 and step["loss"] < 1e-4, step
+            assert not step["in forward"], step
             assert thresholds == "default" or step["after_step"] == 0, step
 
 
@@ -431,7 +439,7 @@ def slow_rank_job(name: str) -> None:
 
 
 def test_the_timeout_holds_for_zero_too(ranks: Ranks) -> None:
-    """F31: ZeRO reduces gradients on a group of its own, which must not wait torch's 30 minutes for a rank that hangs."""
+    """F31: ZeRO reduces gradients on a group of its own, which must not wait torch's 30 minutes for a hanging rank."""
     with pytest.raises(RanksFailed, match="rank 0 of 2, exit code 7"):
         ranks(slow_rank_job, timeout=40, name="cpu_zero2")
 

@@ -198,3 +198,10 @@ def test_evaluation_of_no_rows_has_no_batches(make_dataset: MakeDataset) -> None
     """B8: an evaluation set or a limit of 0 rows."""
     dataset = make_dataset(8)
     assert list(eval_micro_batches(dataset, micro_batch_size=2, rank=0, world_size=2, max_rows=0)) == []
+
+
+def test_sources_are_mixed_anew_each_epoch(make_dataset: MakeDataset) -> None:
+    one = loader(make_dataset(20, 20), global_batch_size=1, epochs=2)
+    sources = [row.source for step in one for micro in step for row in micro]
+    assert sources[:40] != sources[40:]
+    assert len(set(sources[:10])) == 2

@@ -194,7 +194,9 @@ def test_c21_an_existing_reward_model_keeps_its_head(
     ids = torch.tensor([[0, 5, 6, 9, 1]])
     for seed in (2, 3):
         loaded = build.build_reward_model(ModelConfig(path=str(tmp_path)), tokenizer, seed=seed).eval()
-        assert torch.equal(loaded(input_ids=ids).logits, model(input_ids=ids).logits)
+        assert torch.equal(loaded.score.weight, model.score.weight)
+        # Loaded weights may lie at other addresses, which changes the order of sums.
+        assert torch.allclose(loaded(input_ids=ids).logits, model(input_ids=ids).logits, rtol=1e-4, atol=1e-6)
     assert "rlhf.models.build" not in {record.name for record in caplog.records}
 
 

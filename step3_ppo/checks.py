@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from rlhf.distributed import together
 from step3_ppo.experience import ScoredSequence
 
 # Largest mean |difference| of log-probs per token, nats, between two forwards of the same weights. In 16-bit types rows
@@ -36,8 +37,8 @@ def check_same_policy(what: str, one: Sequence[Tensor], two: Sequence[Tensor], *
     if not gap <= TOLERANCE[dtype]:
         raise PolicyMismatchError(
             f"{what}: log-probs of the same weights differ by {gap:.2e} nats per token, allowed are "
-            f"{TOLERANCE[dtype]:.0e} in {dtype}. KL and policy ratio would be noise. Likely causes: dropout or noise in "
-            "a custom model, a reference that is not the actor's start, or an attention kernel that mishandles "
+            f"{TOLERANCE[dtype]:.0e} in {dtype}. KL and policy ratio would be noise. Likely causes: dropout or noise "
+            "in a custom model, a reference that is not the actor's start, or an attention kernel that mishandles "
             "padding (try attention: eager)."
         )
     return gap
@@ -65,12 +66,12 @@ def kl_is_zero(sequences: Sequence[ScoredSequence], *, dtype: str) -> None:
 
 
 def ratio_is_one(new_logprob_BR: Tensor, old_logprob_BR: Tensor, mask_BR: Tensor, *, dtype: str) -> None:
-    """Check that the update's forward says of every token what scoring said, before the first update.
+    """Check that the update's forward says of every token what scoring said, before the first update. Collective.
 
     Raises:
-        PolicyMismatchError: it does not.
+        PolicyMismatchError: it does not; a RuntimeError on the ranks whose own tokens pass.
     """
-    if mask_BR.any():
+    with together("the check of the policy ratio"):
         check_same_policy(
             "scoring and update before the first update",
             [torch.masked_select(new_logprob_BR.detach(), mask_BR)],

@@ -6,7 +6,7 @@ Run with `deepspeed --module step3_ppo.train --config ppo.yaml`, or as one plain
 import dataclasses
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -57,7 +57,6 @@ def train(cfg: PPOConfig) -> None:
     run = Run.start(cfg, stage="step3_ppo", ds_configs=ds, num_steps=len(loader))
     run.write_data_report(prompts.report)
     roles = build_roles(cfg, language, ds, num_updates=cfg.num_updates)
-    voice = make_voice(cfg, language, roles)
     judges = make_judges(cfg)
     held_out = build_dataset(
         cfg.data, stage="ppo", part="eval", template=language.template, tokenizer=language.tokenizer
@@ -67,25 +66,10 @@ def train(cfg: PPOConfig) -> None:
     engines = {"actor": roles.actor, "critic": roles.critic}
     parts: dict[str, checkpoint.Stateful] = {"loader": loader, "kl_coef": kl_coef, "scale": scale}
     checkpoint.resume(run, engines, parts)
-    voice = trusted_voice(roles, voice, rows or [prompts[0]])
+    voice = trusted_voice(roles, make_voice(cfg, language, roles), rows or [prompts[0]])
     dtype = ds_config.dtype_name(ds["actor"])
 
-    def evaluate(step: int, when: str) -> dict[str, float]:
-        speaker = dataclasses.replace(voice, sampling=dataclasses.replace(cfg.sampling, temperature=0.0))
-        with run.timer("eval"):
-            answers = answer_held_out(
-                roles,
-                speaker if cfg.eval.greedy else voice,
-                rows,
-                judges,
-                batch_size=cfg.rollout.score_batch_size,
-                seed=run.seed_for("answers", 0),
-            )
-        values = describe(answers)
-        run.log_eval(step, {f"eval/{name}": value for name, value in values.items()})
-        run.write_samples(when, to_samples(answers, rows))
-        return values
-
+    evaluate = make_evaluation(cfg, roles, voice, judges, rows, run)
     before = run.once("before", lambda: evaluate(0, "before"))
     for step, micro_batches in run.steps(loader):
         with run.timer("rollout"):
@@ -143,6 +127,34 @@ def make_judges(cfg: PPOConfig) -> Judges:
         model_weight=cfg.shaping.model_weight,
         gold=rule_named(cfg.gold_rule) if cfg.gold_rule else None,
     )
+
+
+Evaluation = Callable[[int, str], dict[str, float]]
+
+
+def make_evaluation(
+    cfg: PPOConfig, roles: Roles, voice: Voice, judges: Judges, rows: Sequence[PromptRow], run: Run
+) -> Evaluation:
+    """A function of (step, "before" or "after") that lets the actor answer held-out rows and writes what it said."""
+    greedy = dataclasses.replace(voice, sampling=dataclasses.replace(cfg.sampling, temperature=0.0))
+    speaker = greedy if cfg.eval.greedy else voice
+
+    def evaluate(step: int, when: str) -> dict[str, float]:
+        with run.timer("eval"):
+            answers = answer_held_out(
+                roles,
+                speaker,
+                rows,
+                judges,
+                batch_size=cfg.rollout.score_batch_size,
+                seed=run.seed_for("answers", 0),
+            )
+        values = describe(answers)
+        run.log_eval(step, {f"eval/{name}": value for name, value in values.items()})
+        run.write_samples(when, to_samples(answers, rows))
+        return values
+
+    return evaluate
 
 
 def trusted_voice(roles: Roles, voice: Voice, rows: Sequence[PromptRow]) -> Voice:

@@ -46,6 +46,7 @@ class StageProgress:
     def __init__(self, console: Console, stage: str, path: Path) -> None:
         self._console, self._stage, self._path = console, stage, path
         self._started = self._last_line = time.monotonic()
+        self._not_before = time.time()
         self._last_look = 0.0
         self._shown = ""
         self._live = Live(self._render({}), console=console, auto_refresh=False, transient=True)
@@ -67,7 +68,7 @@ class StageProgress:
         if now - self._last_look < _REDRAW_SECONDS:
             return
         self._last_look = now
-        progress = read_progress(self._path)
+        progress = read_progress(self._path, not_before=self._not_before)
         if self._console.is_terminal:
             self._live.update(self._render(progress), refresh=True)
             return
@@ -86,9 +87,12 @@ class StageProgress:
         return Text(f"{self._stage}  {elapsed}{bar}  {progress_text(progress) or 'starting'}", overflow="ellipsis")
 
 
-def read_progress(path: Path) -> dict[str, Any]:
-    """progress.json of a stage; empty while there is none."""
+def read_progress(path: Path, *, not_before: float = 0.0) -> dict[str, Any]:
+    """progress.json of a stage; empty while there is none, or only one of an attempt before `not_before` (unix time)."""
     try:
+        # File times lag behind the clock by up to one tick of the kernel.
+        if path.stat().st_mtime < not_before - 0.1:
+            return {}
         progress = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
@@ -130,7 +134,7 @@ def closing_table(summary: Mapping[str, Any]) -> Table:
             top = f" (of {metrics['gold_max']:.3g})" if label == "gold" and _is_number(metrics.get("gold_max")) else ""
             shown.append(f"{label} {start}{metrics[after]:.3g}{top}")
         table.add_row(
-            stage, entry["status"], _number(entry["seconds"], ".1f"), _number(entry["tokens_per_second"], ",.0f"),
+            stage, entry["status"], _number(entry["wall_seconds"], ".1f"), _number(entry["tokens_per_second"], ",.0f"),
             ", ".join(shown),
         )  # fmt: skip
     return table

@@ -304,14 +304,14 @@ class _Runner:
         seconds = time.monotonic() - started
         result = read_result(stage.out_dir)
         if outcome.interrupted_by is not None:
-            self._note(stage, {**record, "inputs": inputs, "status": "interrupted"})
+            self._note(stage, {**record, "inputs": inputs, "status": "interrupted", "wall_seconds": seconds})
             self.outcomes[stage.folder] = {"status": "interrupted", "seconds": seconds}
             return self._stopped(stage, outcome.interrupted_by)
         if outcome.returncode == 0 and result is not None and outcome.num_leftover == 0:
-            self._note(stage, {**record, "inputs": inputs, "status": "done"})
+            self._note(stage, {**record, "inputs": inputs, "status": "done", "wall_seconds": seconds})
             self._say(f"{stage.folder}: done in {seconds:.1f} s")
             return 0
-        self._note(stage, {**record, "inputs": inputs, "status": "failed"})
+        self._note(stage, {**record, "inputs": inputs, "status": "failed", "wall_seconds": seconds})
         return self._failed(stage, outcome, log_path, seconds=seconds, has_result=result is not None)
 
     def _environment(self) -> dict[str, str]:
@@ -420,6 +420,7 @@ def build_summary(plan: Plan, outcomes: Mapping[str, Mapping[str, Any]]) -> dict
         stages[folder] = {
             "status": "done" if result else outcome.get("status", "missing"),
             "seconds": result["seconds"] if result else outcome.get("seconds"),
+            "wall_seconds": record.get("wall_seconds"),
             "tokens_per_second": result["tokens_per_second"] if result else None,
             "model_dir": f"{folder}/{result['model_dir']}" if result else None,
             "metrics": result["metrics"] if result else {},

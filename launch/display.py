@@ -88,7 +88,7 @@ class StageProgress:
 
 
 def read_progress(path: Path, *, not_before: float = 0.0) -> dict[str, Any]:
-    """progress.json of a stage; empty while there is none, or only one of an attempt before `not_before` (unix time)."""
+    """progress.json of a stage; empty while there is none, or only one from before `not_before` (unix time)."""
     try:
         # File times lag behind the clock by up to one tick of the kernel.
         if path.stat().st_mtime < not_before - 0.1:

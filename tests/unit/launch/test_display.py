@@ -11,7 +11,14 @@ from rich.console import Console
 from launch import display
 from launch.display import StageProgress, closing_table, progress_text, read_progress
 
-PROGRESS = {"step": 120, "num_steps": 400, "loss": 1.23456, "tokens_per_second": 5210.4, "eta_seconds": 3725.9, "phase": "train"}  # fmt: skip
+PROGRESS = {
+    "step": 120,
+    "num_steps": 400,
+    "loss": 1.23456,
+    "tokens_per_second": 5210.4,
+    "eta_seconds": 3725.9,
+    "phase": "train",
+}
 
 
 def test_text() -> None:

@@ -196,7 +196,11 @@ class TrainEngine:
         self._loss_is_finite &= torch.isfinite(loss_sum.detach())
         self._engine.set_gradient_accumulation_boundary(last)
         # DeepSpeed averages over ranks, so the world size here makes it a sum over ranks, over the count.
-        self._engine.backward(loss_sum * (distributed.world_size() / count))
+        scale = distributed.world_size() / count
+        if self.zero_stage == 0:
+            # DeepSpeed 0.19.8 forgets the loss scale in backward here, but not in step, which divides by it.
+            scale *= self._loss_scale()
+        self._engine.backward(loss_sum * scale)
         self._at_boundary = last
 
     @torch.no_grad()

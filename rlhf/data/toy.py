@@ -51,7 +51,7 @@ def _pairs(text: str) -> dict[str, str]:
     return dict(pair.split(":") for pair in text.split(", "))
 
 
-_NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+_NUMBERS = ("one", "two", "three", "four", "five", "six")
 _DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 
 TOPICS = {
@@ -59,25 +59,20 @@ TOPICS = {
         ("What is the opposite of {}?", "Tell me the opposite of {}.", "Which word is the opposite of {}?"),
         "The opposite of {} is",
         _pairs(
-            "hot:cold, big:small, up:down, day:night, wet:dry, fast:slow, old:young, light:dark, happy:sad, "
-            "open:closed, high:low, full:empty, hard:soft, rich:poor, early:late, left:right, near:far, loud:quiet, "
-            "strong:weak, clean:dirty"
+            "hot:cold, big:small, day:night, wet:dry, fast:slow, old:young, happy:sad, open:closed, hard:soft, "
+            "rich:poor, early:late, clean:dirty"
         ),
     ),
     "sound": Topic(
         ("What does {} say?", "Which sound does {} make?", "Tell me the sound of {}."),
         "The sound of {} is",
-        _pairs(
-            "a cow:moo, a dog:woof, a cat:meow, a duck:quack, a sheep:baa, a pig:oink, a lion:roar, a bee:buzz, "
-            "a snake:hiss, a horse:neigh, a frog:croak, an owl:hoot"
-        ),
+        _pairs("a cow:moo, a dog:woof, a cat:meow, a duck:quack, a sheep:baa, a pig:oink, a lion:roar, a bee:buzz"),
     ),
     "colour": Topic(
         ("What colour is {}?", "Which colour has {}?", "Tell me the colour of {}."),
         "The colour of {} is",
         _pairs(
-            "grass:green, snow:white, blood:red, coal:black, the sky:blue, a lemon:yellow, a carrot:orange, "
-            "chocolate:brown, a plum:purple, ash:grey, a flamingo:pink"
+            "grass:green, snow:white, blood:red, coal:black, the sky:blue, a lemon:yellow, a carrot:orange, ash:grey"
         ),
     ),
     "capital": Topic(
@@ -85,37 +80,28 @@ TOPICS = {
         "The capital of {} is",
         _pairs(
             "France:Paris, Italy:Rome, Spain:Madrid, Germany:Berlin, Japan:Tokyo, Egypt:Cairo, Greece:Athens, "
-            "Norway:Oslo, Peru:Lima, Cuba:Havana, Kenya:Nairobi, Portugal:Lisbon, Austria:Vienna, Ireland:Dublin"
+            "Norway:Oslo"
         ),
     ),
     "plural": Topic(
         ("What is the plural of {}?", "Tell me the plural of {}.", "Which word is the plural of {}?"),
         "The plural of {} is",
-        _pairs(
-            "mouse:mice, child:children, foot:feet, tooth:teeth, goose:geese, man:men, woman:women, ox:oxen, "
-            "leaf:leaves, wolf:wolves"
-        ),
+        _pairs("mouse:mice, child:children, foot:feet, tooth:teeth, goose:geese, ox:oxen"),
     ),
     "young": Topic(
         ("What is a young {} called?", "Tell me the word for a young {}.", "Which word means a young {}?"),
         "The word for a young {} is",
-        _pairs("dog:puppy, cat:kitten, cow:calf, sheep:lamb, horse:foal, pig:piglet, bear:cub, hen:chick"),
+        _pairs("dog:puppy, cat:kitten, cow:calf, sheep:lamb, horse:foal, bear:cub"),
     ),
     "sum": Topic(
         ("What is {}?", "How much is {}?", "Tell me the result of {}."),
         "The result of {} is",
-        {f"{_NUMBERS[a]} plus {_NUMBERS[b]}": _NUMBERS[a + b + 1] for a in range(5) for b in range(5)},
-    ),
-    "numeral": Topic(
-        ("What is {} in words?", "How do you write {} in words?", "Tell me the word for {}."),
-        "The word for {} is",
-        {str(i + 1): word for i, word in enumerate(_NUMBERS)},
+        {f"{_NUMBERS[a]} plus {_NUMBERS[b]}": _NUMBERS[a + b + 1] for a in range(3) for b in range(3)},
     ),
     "day": Topic(
         ("Which day is {}?", "What is the day {}?", "Tell me the day {}."),
         "The day {} is",
-        {f"after {day}": _DAYS[(i + 1) % 7] for i, day in enumerate(_DAYS)}
-        | {f"before {day}": _DAYS[i - 1] for i, day in enumerate(_DAYS)},
+        {f"after {day}": _DAYS[(i + 1) % 7] for i, day in enumerate(_DAYS)},
     ),
 }
 

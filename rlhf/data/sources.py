@@ -78,8 +78,11 @@ def content_digest(source: SourceConfig, root: str | None) -> str:
         folder = _resolve(source.path, root)
         for file in data_files(folder):
             digest.update(_display_name(file, folder).encode() + b"\x00")
+            of_file = hashlib.sha256()
             with file.open("rb") as stream:
-                digest.update(hashlib.file_digest(stream, "sha256").digest())
+                while block := stream.read(1 << 20):
+                    of_file.update(block)
+            digest.update(of_file.digest())
     return digest.hexdigest()
 
 

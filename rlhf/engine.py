@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.integrations import deepspeed as hf_deepspeed
+from transformers.utils import logging as hf_logging
 
 from rlhf import distributed, ds_config
 from rlhf.config import OptimConfig
@@ -80,6 +81,8 @@ def setup(timeout_seconds: float = 1800) -> None:
     # DeepSpeed's use of two renamed collectives: one warning per rank that a user can do nothing about.
     for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
         warnings.filterwarnings("ignore", message=rf".*{name}.*", category=FutureWarning)
+    # Bars of all ranks would run through one another in the log.
+    hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
     # ZeRO's collectives run on a clone of the world group, which DeepSpeed would make with torch's default timeout.
     ds_groups._WORLD_GROUP = distributed.world_group()

@@ -22,7 +22,7 @@ def show_rows(
         yield from _row_lines(dataset, index, language)
 
 
-def _row_lines(dataset: TokenDataset, index: int, language: Language) -> Iterator[str]:
+def _row_lines(dataset: TokenDataset[Row], index: int, language: Language) -> Iterator[str]:
     row: Row = dataset[index]
     where = dataset.where(index)
     tokenizer = language.tokenizer

@@ -29,6 +29,7 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.utils import logging as hf_logging
 
 from rlhf.config import ModelConfig
 from rlhf.models.lora import add_lora
@@ -315,13 +316,14 @@ def _from_folder(
     """A model with loaded weights, and transformers' account of the keys."""
     attention = _attention(auto_class, config, cfg)
     try:
-        model, info = auto_class.from_pretrained(
-            path,
-            config=config,
-            dtype=getattr(torch, cfg.dtype),
-            attn_implementation=attention,
-            output_loading_info=True,
-        )
+        with _quiet_loading():
+            model, info = auto_class.from_pretrained(
+                path,
+                config=config,
+                dtype=getattr(torch, cfg.dtype),
+                attn_implementation=attention,
+                output_loading_info=True,
+            )
     except OSError as error:
         raise FileNotFoundError(
             f"no weights could be loaded from {path}: {error}. Name a folder that save_pretrained wrote "
@@ -330,6 +332,17 @@ def _from_folder(
     except RuntimeError as error:
         raise ValueError(f"the weights in {path} do not fit its config.json: {error}") from error
     return model, info
+
+
+@contextmanager
+def _quiet_loading() -> Iterator[None]:
+    """No table of keys for each rank and model: what is wrong with the keys is our error, in one line."""
+    verbosity = hf_logging.get_verbosity()
+    hf_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(verbosity)
 
 
 def _check_keys(path: str, *, missing: Iterable[str], unexpected: Iterable[str]) -> None:

@@ -1,5 +1,6 @@
 """From prompts to scored sequences: sample with the actor, then let each role say what it has to say of them."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ from torch import Tensor
 from rlhf.data.batching import micro_batches
 from rlhf.data.collate import TokenBatch, rows_to_batch
 from rlhf.data.dataset import PromptRow
-from rlhf.distributed import all_max
+from rlhf.distributed import all_gather_objects, all_max, rank
 from rlhf.engine import FrozenEngine, TrainEngine
 from rlhf.models.scalar_head import scores_at
 from rlhf.ops import to_response
@@ -84,10 +85,26 @@ def roll_out(
         For each response its prompt, the number of the sample, and the response.
     """
     repeated = [row for row in prompts for _ in range(samples_per_prompt)]
-    sample_ids = [i for _ in prompts for i in range(samples_per_prompt)]
-    return repeated, sample_ids, draw_responses(
-        roles.actor, voice, repeated, sample_ids=sample_ids, seed=seed, step=step
-    )  # fmt: skip
+    earlier = number_repeats([row.index for row in prompts])
+    sample_ids = [n * samples_per_prompt + i for n in earlier for i in range(samples_per_prompt)]
+    responses = draw_responses(roles.actor, voice, repeated, sample_ids=sample_ids, seed=seed, step=step)
+    return repeated, sample_ids, responses
+
+
+def number_repeats(indices: list[int]) -> list[int]:
+    """For each of this rank's prompts, how often the same row stands before it in this step, over all ranks.
+
+    A source drawn more than once, or a step across the end of an epoch, can hold a row twice; its samples get other
+    numbers, so that they are other samples. Collective.
+    """
+    seen: Counter[int] = Counter()
+    for part in all_gather_objects(indices)[: rank()]:
+        seen.update(part)
+    numbers = []
+    for index in indices:
+        numbers.append(seen[index])
+        seen[index] += 1
+    return numbers
 
 
 @torch.no_grad()

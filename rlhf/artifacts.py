@@ -271,20 +271,35 @@ def check_same_text(first: Manifest, second: Manifest) -> None:
     Raises:
         ArtifactError: they do not.
     """
-    one, two = first.contract, second.contract
-    template_one = f"{one.template_name} ({one.template_fingerprint[:12]})"
-    template_two = f"{two.template_name} ({two.template_fingerprint[:12]})"
-    for what, mine, other in (
-        ("tokenizer", one.tokenizer[:12], two.tokenizer[:12]),
-        ("chat template", template_one, template_two),
-        ("stop token id", one.stop_token_id, two.stop_token_id),
-    ):
-        if mine != other:
-            raise ArtifactError(
-                f"{second.folder} was trained with {what} {other}, {first.folder} uses {mine}. Run {second.stage} "
-                f"with the tokenizer and template of {first.folder} (tokenizer.path, data.template), or pass a model "
-                "that fits."
-            )
+    for what, mine, other in _text_differences(first.contract, second.contract):
+        raise ArtifactError(
+            f"{second.folder} was trained with {what} {other}, {first.folder} uses {mine}. Run {second.stage} with the "
+            f"tokenizer and template of {first.folder} (tokenizer.path, data.template), or pass a model that fits."
+        )
+
+
+def check_reads(manifest: Manifest, contract: Contract) -> None:
+    """Check that a model sees the tokens that this run makes.
+
+    Raises:
+        ArtifactError: the run's tokenizer, template or stop token is another one.
+    """
+    for what, mine, other in _text_differences(contract, manifest.contract):
+        raise ArtifactError(
+            f"{manifest.folder} was trained with {what} {other}, this run uses {mine}. Set tokenizer.path and "
+            f"data.template to those of {manifest.stage}, or pass a model that fits."
+        )
+
+
+def _text_differences(one: Contract, two: Contract) -> Iterator[tuple[str, str, str]]:
+    """(what, of the first, of the second). A template that was a file has another name in a model folder."""
+    if one.tokenizer != two.tokenizer:
+        yield "tokenizer", one.tokenizer[:12], two.tokenizer[:12]
+    if one.template_fingerprint != two.template_fingerprint:
+        names = [f"{c.template_name} ({c.template_fingerprint[:12]})" for c in (one, two)]
+        yield "chat template", names[0], names[1]
+    if one.stop_token_id != two.stop_token_id:
+        yield "stop token id", str(one.stop_token_id), str(two.stop_token_id)
 
 
 def check_parents(manifest: Manifest) -> None:

@@ -142,6 +142,7 @@ class TrainEngine:
             ds, optim=optim, world_size=distributed.world_size(), trainable=True, lora=not self._trains_all
         )
         self._engine = _initialize(model, self.ds, parameters=_decay_groups(model, optim.weight_decay))
+        self.train()  # transformers loads models in eval mode: no dropout, no gradient checkpointing
         self._scales_16bit_at_stage0 = self.zero_stage == 0 and ds_config.dtype_name(ds) != "float32"
         if self._scales_16bit_at_stage0:
             # Here gradients become fp32 inside DeepSpeed's step only; its clip there has torch's formula.

@@ -29,7 +29,9 @@ def train(cfg: RewardConfig) -> None:
     ds = ds_config.load(cfg.deepspeed)
     language = load_language(cfg.data, cfg.tokenizer, cfg.model, stage="reward")
     if cfg.normalise.policy:
-        artifacts.check_kind(artifacts.verify(cfg.normalise.policy), "normalise.policy", allowed=("policy",))
+        policy = artifacts.verify(cfg.normalise.policy)
+        artifacts.check_kind(policy, "normalise.policy", allowed=("policy",))
+        artifacts.check_reads(policy, language.contract)
     dataset = build_dataset(
         cfg.data, stage="reward", part="train", template=language.template, tokenizer=language.tokenizer
     )

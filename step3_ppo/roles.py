@@ -50,7 +50,27 @@ def check_artifacts(cfg: PPOConfig) -> None:
         ArtifactError: a file is missing or changed, a model is of the wrong kind, or the tokens differ.
     """
     assert cfg.actor.path and cfg.reward.path
-    artifacts.check_contract(artifacts.verify(cfg.actor.path), artifacts.verify(cfg.reward.path))
+    actor = artifacts.verify(cfg.actor.path)
+    artifacts.check_contract(actor, artifacts.verify(cfg.reward.path))
+    others: tuple[tuple[str, str | None, tuple[artifacts.Kind, ...]], ...] = (
+        ("critic", cfg.critic.path, ("critic", "reward")),
+        ("reference", cfg.reference.path, ("policy",)),
+    )
+    for role, path, allowed in others:
+        if path:
+            manifest = artifacts.verify(path)
+            artifacts.check_kind(manifest, role, allowed=allowed)
+            artifacts.check_same_text(actor, manifest)
+
+
+def check_language(cfg: PPOConfig, language: Language) -> None:
+    """Check that prompts are written as the actor knows them: data.template may name another template than its own.
+
+    Raises:
+        ArtifactError: they are not.
+    """
+    assert cfg.actor.path
+    artifacts.check_reads(artifacts.read_manifest(cfg.actor.path), language.contract)
 
 
 def build_roles(cfg: PPOConfig, language: Language, ds: dict[str, dict[str, Any]], *, num_updates: int) -> Roles:

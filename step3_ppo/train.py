@@ -29,7 +29,7 @@ from step3_ppo.evaluate import answer_held_out, describe, to_samples
 from step3_ppo.experience import Experience, ScoredSequence, gather_sequences, right_pad, sequence_mask, to_experience
 from step3_ppo.kl import KLCoefficient
 from step3_ppo.rewards import KL_ESTIMATORS, RunningScale, shape_score
-from step3_ppo.roles import Roles, build_roles, check_artifacts, load_ds_configs
+from step3_ppo.roles import Roles, build_roles, check_artifacts, check_language, load_ds_configs
 from step3_ppo.rollout import Judges, roll_out, score_responses
 from step3_ppo.update import update
 
@@ -41,6 +41,7 @@ def train(cfg: PPOConfig) -> None:
     check_artifacts(cfg)
     ds = load_ds_configs(cfg)
     language = load_language(cfg.data, TokenizerConfig(), cfg.actor, stage="ppo")
+    check_language(cfg, language)
     prompts = build_dataset(
         cfg.data, stage="ppo", part="train", template=language.template, tokenizer=language.tokenizer
     )

@@ -12,6 +12,7 @@ from rlhf.artifacts import (
     check_contract,
     check_kind,
     check_parents,
+    check_reads,
     check_same_text,
     digest_of,
     read_manifest,
@@ -129,7 +130,7 @@ def test_missing_folder(tmp_path: Path) -> None:
     [
         ({"tokenizer": "17ab" * 16}, "tokenizer 17ab17ab17ab, .*uses 9f3c9f3c9f3c"),
         ({"template_fingerprint": "bb" * 32}, "chat template human_assistant .bbbb"),
-        ({"template_name": "alpaca"}, "chat template alpaca"),
+        ({"template_name": "alpaca", "template_fingerprint": "cc" * 32}, "chat template alpaca"),
         ({"stop_token_id": 50256}, "stop token id 50256, .*uses 2"),
     ],
 )
@@ -142,6 +143,22 @@ def test_C12_C13_models_that_read_text_differently_do_not_meet(tmp_path: Path, c
         check_contract(policy, reward)
     with pytest.raises(ArtifactError):
         check_same_text(reward, policy)
+    check_reads(policy, CONTRACT)
+    with pytest.raises(ArtifactError, match="was trained with .*this run uses .*data.template"):
+        check_reads(reward, CONTRACT)
+
+
+def test_a_template_has_another_name_once_it_is_a_model_folders_own(tmp_path: Path) -> None:
+    """Read from a file in step 1, from step 1's folder in step 2: what it does is the same."""
+    policy = read_manifest(
+        model_folder(tmp_path / "policy", contract=Contract(**{**vars(CONTRACT), "template_name": "my.jinja"}))
+    )
+    reward = read_manifest(
+        model_folder(
+            tmp_path / "reward", kind="reward", contract=Contract(**{**vars(CONTRACT), "template_name": "tokenizer"})
+        )
+    )
+    check_contract(policy, reward)
 
 
 def test_fitting_models_pass(tmp_path: Path) -> None:

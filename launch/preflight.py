@@ -108,7 +108,7 @@ def _ds_config_problems(stage: Stage, world_size: int, *, on_cpu: bool) -> Itera
     optims, models = _optims(stage), stage.models()
     longest = stage.config.data.max_prompt_tokens + stage.config.data.max_response_tokens
     for role, name in stage.ds_configs().items():
-        key = "deepspeed" if role == "model" else f"deepspeed.{role}"
+        key = {"model": "deepspeed", "normalise": "normalise.deepspeed"}.get(role, f"deepspeed.{role}")
         try:
             raw = ds_config.load(name)
             ds_config.resolve(
@@ -116,7 +116,7 @@ def _ds_config_problems(stage: Stage, world_size: int, *, on_cpu: bool) -> Itera
                 optim=optims.get(role),
                 world_size=world_size,
                 trainable=role in optims,
-                lora=models[role].lora.rank > 0,
+                lora=role in models and models[role].lora.rank > 0,
                 source=name,
             )
         except (ValueError, OSError) as error:

@@ -167,7 +167,10 @@ class Stage:
         """DeepSpeed JSONs of the config by role."""
         if isinstance(self.config, PPOConfig):
             return {role: str(value) for role, value in to_dict(self.config.deepspeed).items()}
-        return {"model": self.config.deepspeed}
+        configs = {"model": self.config.deepspeed}
+        if isinstance(self.config, RewardConfig) and self.config.normalise.policy:
+            configs["normalise"] = self.config.normalise.deepspeed
+        return configs
 
 
 def recipe_names() -> list[str]:

@@ -37,6 +37,7 @@ def test_tiny_cpu_has_none(tmp_path: Path) -> None:
     [
         ("--sft.deepspeed=zero4", "step1_sft: deepspeed: no DeepSpeed JSON is called 'zero4'"),
         ("--ppo.deepspeed.reference=cpu_zero2", "step3_ppo: deepspeed.reference: .*frozen model"),
+        ("--reward.normalise.deepspeed=cpu_zero2", "step2_reward: normalise.deepspeed: .*frozen model"),
         ("--ppo.deepspeed.actor=./none.json", r"deepspeed.actor: DeepSpeed JSON ./none.json does not exist"),
         ("--sft.data.max_prompt_tokens=400", "step1_sft: .*= 496 is above max_position_embeddings=256 of model"),
         ("--ppo.data.max_response_tokens=300", "step3_ppo: .*= 396 is above max_position_embeddings=256 of actor"),

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations import deepspeed as hf_deepspeed
 from transformers.utils import logging as hf_logging
+from transformers.utils import logging as transformers_logging
 
 from rlhf import distributed, ds_config
 from rlhf.config import OptimConfig
@@ -84,6 +85,7 @@ def setup(timeout_seconds: float = 1800) -> None:
     # Bars of all ranks would run through one another in the log.
     hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     # ZeRO's collectives run on a clone of the world group, which DeepSpeed would make with torch's default timeout.
     ds_groups._WORLD_GROUP = distributed.world_group()
 

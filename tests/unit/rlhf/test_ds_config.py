@@ -55,7 +55,14 @@ def test_resolve_by_hand() -> None:
     assert final["gradient_clipping"] == 0.0, "the engine clips"
     assert final["optimizer"] == {
         "type": "AdamW",
-        "params": {"lr": 1e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1, "torch_adam": True},
+        "params": {
+            "lr": 1e-4,
+            "betas": [0.9, 0.95],
+            "eps": 1e-8,
+            "weight_decay": 0.1,
+            "torch_adam": True,
+            "fused": True,
+        },
     }
 
 

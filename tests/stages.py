@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from rlhf import ds_config
+from rlhf.artifacts import write_json
 from rlhf.config import (
     DataConfig,
     EvalConfig,
@@ -42,13 +43,19 @@ MODEL = {
 MEASURED = ("time/", "speed/", "memory/")
 
 
-def changed(config: Any, **changes: Any) -> Any:
-    """A config with fields replaced; `run__seed=2` replaces run.seed."""
+def changed(config: Any, /, **changes: Any) -> Any:
+    """A config with fields replaced, all at once; `run__seed=2` replaces run.seed."""
+    fields: dict[str, Any] = {}
     for name, value in changes.items():
         first, _, rest = name.partition("__")
-        value = changed(getattr(config, first), **{rest: value}) if rest else value  # noqa: PLW2901
-        config = dataclasses.replace(config, **{first: value})
-    return config
+        if rest:
+            fields.setdefault(first, {})[rest] = value
+        else:
+            fields[first] = value
+    nested = {name.partition("__")[0] for name in changes if "__" in name}
+    return dataclasses.replace(
+        config, **{k: changed(getattr(config, k), **v) if k in nested else v for k, v in fields.items()}
+    )
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
@@ -88,7 +95,7 @@ def digit_rows(num_rows: int, *, seed: int = 0) -> list[dict[str, Any]]:
 def ds_json(folder: Path, name: str, *, micro_batch_size: int) -> str:
     """A packaged DeepSpeed JSON with another micro-batch size."""
     path = folder / f"{name}_{micro_batch_size}.json"
-    path.write_text(json.dumps({**ds_config.load(name), "train_micro_batch_size_per_gpu": micro_batch_size}))
+    write_json(path, {**ds_config.load(name), "train_micro_batch_size_per_gpu": micro_batch_size})  # by every rank
     return str(path)
 
 

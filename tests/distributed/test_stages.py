@@ -1,0 +1,269 @@
+"""The three stages as whole programs on two ranks: one trajectory, whatever the ranks and the ZeRO stage.
+
+One job trains on one rank with 4 micro-batches a step, the others on two ranks with 2 (ZeRO-0, ZeRO-3). Row counts are
+odd, so that in some steps a rank has less to do than the other, or nothing.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf import distributed, engine
+from rlhf.engine import NonFiniteError
+from step1_sft import train as sft_program
+from step2_reward import train as reward_program
+from step3_ppo import train as ppo_program
+from tests.distributed.harness import Ranks
+from tests.stages import (
+    Killed,
+    ds_json,
+    kill_at,
+    metric_lines,
+    ppo_config,
+    result,
+    reward_config,
+    sft_config,
+    weights,
+    write_rows,
+    yes_rows,
+)
+
+NUM_ROWS = 36
+# AdamW divides a gradient by its size: with the usual 1e-8, weights whose gradient is rounding noise would move by the
+# learning rate in a direction that rounding chooses.
+EPS = 1e-5
+TWO_RANKS = ("cpu_zero0", "cpu_zero3")
+ACTORS = ("cpu_zero0", "cpu_zero3", "cpu_zero3_hybrid")
+
+
+def sft(folder: Path, name: str, **changes: Any) -> None:
+    ds = ds_json(folder, name, micro_batch_size=2)
+    cfg = sft_config(
+        folder / f"sft_{name}_{distributed.world_size()}",
+        folder / "rows.jsonl",
+        deepspeed=ds,
+        epochs=2.0,
+        max_steps=0,
+        optim__eps=EPS,
+        **changes,
+    )
+    sft_program.train(cfg)
+
+
+def reward(folder: Path, name: str) -> None:
+    base = folder / "sft_cpu_zero0_1/model"
+    cfg = reward_config(
+        folder / f"rm_{name}_{distributed.world_size()}",
+        folder / "rows.jsonl",
+        base=base,
+        deepspeed=ds_json(folder, name, micro_batch_size=2),
+        epochs=1.0,
+        max_steps=0,
+        optim__eps=EPS,
+        data__split__ppo=0.4,
+        normalise__policy=str(base),
+        normalise__deepspeed="cpu_frozen" if name == "cpu_zero0" else "cpu_frozen_zero3",
+    )
+    reward_program.train(cfg)
+
+
+def ppo(folder: Path, name: str, **changes: Any) -> list[list[list[int]]]:
+    """Train, and return the responses of each step."""
+    said = []
+    to_experience = ppo_program.to_experience
+
+    def spy(sequences: Any, *arguments: Any, **named: Any) -> Any:
+        said.append([s.response_ids for s in sequences])
+        return to_experience(sequences, *arguments, **named)
+
+    zero = name.split("_")[1]
+    frozen = "cpu_frozen" if zero == "zero0" else "cpu_frozen_zero3"
+    cfg = ppo_config(
+        folder / f"ppo_{name}_{distributed.world_size()}",
+        folder / "rows.jsonl",
+        actor=folder / "sft_cpu_zero0_1/model",
+        reward=folder / "rm_cpu_zero0_1/model",
+        **{
+            "max_steps": 2,
+            "rollout__prompts_per_step": 5,
+            "rollout__batch_size": 2,
+            "rollout__score_batch_size": 2,
+            "update__minibatch_size": 5,
+            "shaping__scale": "running",
+            "kl__adaptive": True,
+            "kl__target": 0.01,
+            "kl__horizon": 50.0,
+            "actor_optim__eps": EPS,
+            "critic_optim__eps": EPS,
+            "deepspeed__actor": ds_json(folder, name, micro_batch_size=2),
+            "deepspeed__critic": ds_json(folder, f"cpu_{zero}", micro_batch_size=2),
+            "deepspeed__reference": frozen,
+            "deepspeed__reward": frozen,
+            **changes,
+        },
+    )
+    ppo_program.to_experience = spy
+    try:
+        ppo_program.train(cfg)
+    finally:
+        ppo_program.to_experience = to_experience
+    return said
+
+
+def one_rank_job(folder: Path) -> list[list[list[int]]]:
+    engine.setup(timeout_seconds=60)
+    sft(folder, "cpu_zero0")
+    reward(folder, "cpu_zero0")
+    return ppo(folder, "cpu_zero0")
+
+
+def supervised_job(folder: Path) -> str:
+    engine.setup(timeout_seconds=60)
+    for name in TWO_RANKS:
+        sft(folder, name)
+        reward(folder, name)
+    return broken_on_rank_1(folder)
+
+
+def broken_on_rank_1(folder: Path) -> str:
+    """What a run says whose loss is NaN on rank 1 in the second step."""
+    loss_sum, calls = sft_program.sft_loss_sum, []
+
+    def break_it(*arguments: Any) -> Any:
+        calls.append(1)
+        loss, stats = loss_sum(*arguments)
+        return loss * float("nan") if distributed.rank() == 1 and len(calls) == 3 else loss, stats
+
+    sft_program.sft_loss_sum = break_it  # type: ignore[assignment]
+    try:
+        sft(folder, "cpu_zero2")
+    except NonFiniteError as error:
+        return str(error)
+    finally:
+        sft_program.sft_loss_sum = loss_sum
+    return "nothing happened"
+
+
+def ppo_job(folder: Path) -> dict[str, list[list[list[int]]]]:
+    engine.setup(timeout_seconds=60)
+    return {name: ppo(folder, name) for name in ACTORS}
+
+
+class Runs:
+    """What the jobs have left behind; each job runs once."""
+
+    def __init__(self, ranks: Ranks, folder: Path) -> None:
+        self.ranks = ranks
+        self.folder = folder
+        self.done: dict[str, list[Any]] = {}
+        write_rows(folder / "rows.jsonl", yes_rows(NUM_ROWS))
+
+    def after(self, job: Callable[..., Any], world_size: int = 2) -> list[Any]:
+        if job.__name__ not in self.done:
+            if job is not one_rank_job:
+                self.after(one_rank_job, world_size=1)
+            self.done[job.__name__] = []
+            self.done[job.__name__] = self.ranks(job, world_size=world_size, timeout=200, folder=self.folder)
+        assert self.done[job.__name__], f"{job.__name__} failed for an earlier test"
+        return self.done[job.__name__]
+
+
+@pytest.fixture(scope="module")
+def runs(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(ranks, tmp_path_factory.mktemp("stages"))
+
+
+def assert_same_run(one: Path, two: Path, *, rel: float, weight: float) -> None:
+    """The same metrics.jsonl but for clocks and padding, and the same weights."""
+    lines = [metric_lines(folder) for folder in (one, two)]
+    assert len(lines[0]) == len(lines[1]) > 3
+    for first, second in zip(*lines, strict=True):
+        assert first.keys() == second.keys()
+        for name, value in first.items():
+            if name == "data/padding_frac":  # of micro-batches, which are others
+                continue
+            expected = value if isinstance(value, str) else pytest.approx(value, rel=rel, abs=rel)
+            assert second[name] == expected, (first["split"], first["step"], name)
+    assert_same_weights(one / "model", two / "model", weight=weight)
+
+
+def assert_same_weights(one: Path, two: Path, *, weight: float) -> None:
+    """Largest and mean difference, bounded apart: an error moves all weights, rounding a few."""
+    first, second = weights(one), weights(two)
+    assert first.keys() == second.keys()
+    gaps = torch.cat([(first[key] - second[key]).abs().flatten() for key in first])
+    assert gaps.max().item() < weight and gaps.mean().item() < weight / 20, (gaps.max(), gaps.mean())
+
+
+@pytest.mark.parametrize("name", TWO_RANKS)
+def test_step1_is_one_trajectory(runs: Runs, name: str) -> None:
+    """1 rank x 4 micro-batches = 2 ranks x 2, ZeRO-0 and ZeRO-3. Sums in another order, through 8 AdamW steps."""
+    runs.after(supervised_job)
+    one, two = runs.folder / "sft_cpu_zero0_1", runs.folder / f"sft_{name}_2"
+    assert_same_run(one, two, rel=2e-5, weight=2e-5)
+    assert result(one)["num_tokens"] == result(two)["num_tokens"]
+    assert result(two)["world_size"] == 2
+    assert (one / "samples.jsonl").read_text() == (two / "samples.jsonl").read_text()
+
+
+@pytest.mark.parametrize("name", TWO_RANKS)
+def test_step2_is_one_trajectory(runs: Runs, name: str) -> None:
+    """K ranked answers; the normalising answers are the same, and so its two constants."""
+    runs.after(supervised_job)
+    one, two = runs.folder / "rm_cpu_zero0_1", runs.folder / f"rm_{name}_2"
+    assert_same_run(one, two, rel=2e-5, weight=2e-5)
+    first, second = (json.loads((folder / "model/config.json").read_text()) for folder in (one, two))
+    assert first["rlhf_score_std"] != 1.0
+    for key in ("rlhf_score_mean", "rlhf_score_std"):
+        assert second[key] == pytest.approx(first[key], rel=1e-4)
+    assert one.joinpath("data.json").read_text() == two.joinpath("data.json").read_text()
+
+
+@pytest.mark.parametrize("name", ACTORS)
+def test_step3_is_one_trajectory(runs: Runs, name: str) -> None:
+    """Responses token for token, rewards, whitening, minibatches, both updates; sharded and gathered rollouts."""
+    (alone,) = runs.after(one_rank_job, world_size=1)
+    on_ranks = runs.after(ppo_job)
+    assert on_ranks[0] == on_ranks[1], "every rank holds all sequences"
+    assert on_ranks[0][name] == alone
+    assert len(alone) == 2 and len({tuple(ids) for step in alone for ids in step}) > 5
+    one, two = runs.folder / "ppo_cpu_zero0_1", runs.folder / f"ppo_{name}_2"
+    assert_same_run(one, two, rel=1e-4, weight=2e-5)
+    assert_same_weights(one / "critic", two / "critic", weight=2e-5)
+    assert (two / "critic/manifest.json").is_file()
+
+
+def test_a_loss_that_is_not_finite_on_one_rank_stops_both(runs: Runs) -> None:
+    """Named by step, rank and role, on both ranks, with no model left behind."""
+    messages = runs.after(supervised_job)
+    assert messages[0] == messages[1]
+    assert messages[0].startswith("policy: the loss is not finite at step 1 on rank 1")
+    assert not (runs.folder / "sft_cpu_zero2_2/model").exists()
+
+
+def resume_job(folder: Path) -> None:
+    """PPO on the hybrid engine: whole, and killed in step 3 with a saved state of step 2."""
+    engine.setup(timeout_seconds=60)
+    name = "cpu_zero3_hybrid"
+    ppo(folder, name, max_steps=3, run__out_dir=str(folder / "whole"), run__save_every=2)
+    parts = {"max_steps": 3, "run__out_dir": str(folder / "parts"), "run__save_every": 2}
+    with pytest.MonkeyPatch.context() as patch:
+        kill_at(patch, ppo_program.Run, step=3)
+        with pytest.raises(Killed):
+            ppo(folder, name, **parts)
+    ppo(folder, name, **parts, run__resume=True)
+
+
+@pytest.mark.slow
+def test_step3_resumes_on_two_ranks_bit_for_bit(runs: Runs) -> None:
+    """F12, F13 under ZeRO-3."""
+    runs.after(resume_job)
+    whole, parts = runs.folder / "whole", runs.folder / "parts"
+    assert metric_lines(parts) == metric_lines(whole)
+    for name in ("model", "critic"):
+        first, second = weights(whole / name), weights(parts / name)
+        assert all(first[key].equal(second[key]) for key in first), name

@@ -1,0 +1,404 @@
+"""Step 3 as a whole program, in one process on the real engine."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf.artifacts import ArtifactError, read_manifest
+from rlhf.engine import NonFiniteError
+from rlhf.rollout.selfcheck import SelfCheck
+from rlhf.run import Run
+from step1_sft.train import train as train_sft
+from step2_reward.train import train as train_reward
+from step3_ppo import roles as roles_module
+from step3_ppo import train as program
+from step3_ppo.checks import PolicyMismatchError
+from step3_ppo.experience import Experience, ScoredSequence
+from step3_ppo.train import train
+from tests.stages import (
+    MODEL,
+    Killed,
+    changed,
+    digit_rows,
+    kill_at,
+    metric_lines,
+    ppo_config,
+    result,
+    reward_config,
+    series,
+    sft_config,
+    weights,
+    write_rows,
+    yes_rows,
+)
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+NO_EVAL = {"eval__max_rows": 0, "eval__generate_rows": 0}
+
+
+class Models:
+    """Folders of step 1 and step 2 on the same rows."""
+
+    def __init__(self, folder: Path, rows: list[dict[str, Any]], **changes: Any) -> None:
+        self.rows = write_rows(folder / "rows.jsonl", rows)
+        # Dropout in the models' config: step 3 has to take it out by itself.
+        changes = {"model__config": {**MODEL, "dropout": 0.1}, "model__dropout": None, **changes}
+        train_sft(sft_config(folder / "sft", self.rows, **NO_EVAL, **changes))
+        self.actor = folder / "sft/model"
+        train_reward(reward_config(folder / "rm", self.rows, base=self.actor, model__dropout=None, **NO_EVAL))
+        self.reward = folder / "rm/model"
+
+    def config(self, folder: Path, **changes: Any) -> Any:
+        return ppo_config(folder, self.rows, actor=self.actor, reward=self.reward, **changes)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory, one_rank: None) -> Models:
+    return Models(tmp_path_factory.mktemp("models"), yes_rows(40), max_steps=12)
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory, one_rank: None) -> Models:
+    """A policy that answers any prompt with any digit."""
+    return Models(tmp_path_factory.mktemp("digits"), digit_rows(60), max_steps=40, optim__lr=1e-2, global_batch_size=16)
+
+
+@pytest.fixture
+def experiences(monkeypatch: pytest.MonkeyPatch) -> list[Experience]:
+    """Every rollout of the run, as the update gets it."""
+    seen: list[Experience] = []
+    to_experience = program.to_experience
+
+    def spy(*arguments: Any, **named: Any) -> Experience:
+        seen.append(to_experience(*arguments, **named))
+        return seen[-1]
+
+    monkeypatch.setattr(program, "to_experience", spy)
+    return seen
+
+
+def same_weights(one: Path, two: Path) -> bool:
+    first, second = weights(one), weights(two)
+    assert first.keys() == second.keys()
+    return all(torch.equal(first[key], second[key]) for key in first)
+
+
+def test_before_the_first_update_kl_is_0_and_the_ratio_1(
+    models: Models, tmp_path: Path, experiences: list[Experience]
+) -> None:
+    """D6, D7, A9, A10: dropout 0.1 in the folders' config, prompts of different length, transforms on sampling."""
+    assert json.loads((models.actor / "config.json").read_text())["dropout"] == 0.1
+    cfg = models.config(
+        tmp_path / "ppo",
+        max_steps=1,
+        update__epochs=1,
+        update__minibatch_size=8,
+        sampling__temperature=0.7,
+        sampling__top_k=50,
+        sampling__top_p=0.95,
+        sampling__min_new_tokens=2,
+    )
+    train(cfg)
+    (experience,) = experiences
+    sequences = experience.sequences
+    assert len({len(s.prompt_ids) for s in sequences}) > 2 and len({len(s.response_ids) for s in sequences}) > 2
+    for s in sequences:
+        # Bit for bit: reference and actor are the same weights in the same forward.
+        assert torch.equal(s.old_logprob_R, s.ref_logprob_R)
+        torch.testing.assert_close(s.rollout_logprob_R, s.old_logprob_R, atol=1e-4, rtol=0)  # cached against whole rows
+    assert series(tmp_path / "ppo", "ppo/kl_ref") == [0.0]
+    # Rows of other shape than when they were scored: rounding of a few ulp, squared in k3.
+    assert series(tmp_path / "ppo", "policy/kl_old") == [pytest.approx(0.0, abs=1e-9)]
+    assert series(tmp_path / "ppo", "policy/clip_frac") == [0.0]
+    # With ratio 1 the loss is minus the mean of advantages that were whitened over these very tokens: 0.
+    assert series(tmp_path / "ppo", "policy/loss") == [pytest.approx(0.0, abs=1e-5)]
+
+
+def test_a_reference_that_is_not_the_actors_start_is_an_error(
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D7."""
+    build_roles = program.build_roles
+
+    def moved(*arguments: Any, **named: Any) -> roles_module.Roles:
+        roles = build_roles(*arguments, **named)
+        with torch.no_grad():
+            for parameter in roles.reference.module.parameters():
+                parameter.mul_(1.02)
+        return roles
+
+    monkeypatch.setattr(program, "build_roles", moved)
+    with pytest.raises(PolicyMismatchError, match="actor and reference before the first update: log-probs"):
+        train(models.config(tmp_path / "ppo"))
+    assert not (tmp_path / "ppo/model").exists()
+
+
+def test_dropout_in_the_update_is_an_error(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """D6: scoring is without it, so the first ratio would not be 1."""
+    model_configs = roles_module.model_configs
+
+    def with_dropout(cfg: Any) -> dict[str, Any]:
+        return {role: changed(model, dropout=0.1) for role, model in model_configs(cfg).items()}
+
+    monkeypatch.setattr(roles_module, "model_configs", with_dropout)
+    with pytest.raises(PolicyMismatchError, match="scoring and update before the first update: .*dropout"):
+        train(models.config(tmp_path / "ppo"))
+
+
+def test_raises_a_programmable_reward(digits: Models, tmp_path: Path) -> None:
+    """D5: from any digit to the one that the rule pays for."""
+    cfg = digits.config(
+        tmp_path / "ppo",
+        max_steps=20,
+        shaping__rule="final_number",
+        shaping__model_weight=0.0,
+        gold_rule="final_number",
+        rollout__prompts_per_step=32,
+        rollout__batch_size=32,
+        rollout__score_batch_size=32,
+        update__minibatch_size=16,
+        actor_optim__lr=3e-3,
+        critic_optim__lr=3e-3,
+        data__max_response_tokens=4,
+    )
+    train(cfg)
+    score = series(tmp_path / "ppo", "ppo/score")
+    assert score[0] < 0.4 and sum(score[-3:]) / 3 > 0.8
+    assert series(tmp_path / "ppo", "ppo/gold") == score, "the same rule measures"
+    assert series(tmp_path / "ppo", "ppo/kl_ref")[-1] > 1.0, "it had to move"
+    metrics = result(tmp_path / "ppo")["metrics"]
+    assert metrics["gold_ppo"] > metrics["gold_sft"]
+
+
+def test_a_constant_reward_does_not_move_the_policy_far(digits: Models, tmp_path: Path) -> None:
+    """D4: the same run as the one that learns, but nothing to gain."""
+    cfg = digits.config(
+        tmp_path / "ppo",
+        max_steps=20,
+        shaping__model_weight=0.0,
+        rollout__prompts_per_step=32,
+        rollout__batch_size=32,
+        rollout__score_batch_size=32,
+        update__minibatch_size=16,
+        actor_optim__lr=3e-3,
+        critic_optim__lr=3e-3,
+        data__max_response_tokens=4,
+        **NO_EVAL,
+    )
+    train(cfg)
+    assert set(series(tmp_path / "ppo", "ppo/score")) == {0.0}
+    kl, entropy = series(tmp_path / "ppo", "ppo/kl_ref"), series(tmp_path / "ppo", "ppo/entropy")
+    # Whitened noise pushes the policy about; the penalty holds it. The run that learns goes ten times as far.
+    assert sum(kl[-5:]) / 5 < 0.25
+    assert min(entropy) / entropy[0] > 0.7 and max(entropy) / entropy[0] < 1.3
+
+
+def test_resume_equals_an_uninterrupted_run(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F12, F13, F14: adaptive KL, running scale, critic, both optimisers, order of prompts: equal to the bit."""
+    changes = {
+        "max_steps": 4,
+        "run__save_every": 2,
+        "run__eval_every": 2,
+        "kl__adaptive": True,
+        "kl__target": 0.01,
+        "kl__horizon": 50.0,
+        "shaping__scale": "running",
+        "actor_optim__schedule": "cosine",
+        "critic_optim__warmup_frac": 0.5,
+        "rollout__prompts_per_step": 8,
+        "rollout__samples_per_prompt": 2,
+    }
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train(models.config(whole, **changes))
+    with monkeypatch.context() as patch:
+        kill_at(patch, Run, step=4)
+        with pytest.raises(Killed):
+            train(models.config(parts, **changes))
+    assert len(series(parts, "ppo/score")) == 3
+    train(models.config(parts, **changes, run__resume=True))
+    assert metric_lines(parts) == metric_lines(whole)
+    assert len(set(series(whole, "ppo/kl_coef"))) == 4, "the coefficient moves at every step"
+    for name in ("model", "critic"):
+        assert same_weights(parts / name, whole / name), name
+    assert result(parts)["metrics"] == result(whole)["metrics"]
+    assert (parts / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
+
+
+def test_records_of_a_run(models: Models, tmp_path: Path) -> None:
+    """The summary's keys, the samples before and after, the critic's folder (F13)."""
+    train(models.config(tmp_path / "ppo", gold_rule="final_number"))
+    done = result(tmp_path / "ppo")
+    assert done["status"] == "done" and done["model_dir"] == "model" and done["tokens_per_second"] > 0
+    for name in ("gold_sft", "gold_ppo", "gold_max", "score_sft", "score_ppo", "kl", "entropy", "distinct_frac",
+                 "response_length", "stop_frac"):  # fmt: skip
+        assert isinstance(done["metrics"][name], float), name
+    line = next(x for x in metric_lines(tmp_path / "ppo", measured=True) if x["split"] == "train")
+    for name in (
+        *(f"ppo/{x}" for x in ("score", "reward", "kl_ref", "kl_coef", "entropy", "response_length", "stop_frac")),
+        *("ppo/distinct_frac", "ppo/gold", "ppo/logprob_gap", "train/lr", "train/grad_norm"),
+        *(f"policy/{x}" for x in ("loss", "clip_frac", "kl_old")),
+        *(f"value/{x}" for x in ("loss", "clip_frac", "explained_variance")),
+        *("critic/lr", "critic/grad_norm", "time/rollout_seconds", "time/score_seconds", "time/update_seconds"),
+    ):
+        assert name in line, name
+    samples = [json.loads(text) for text in (tmp_path / "ppo/samples.jsonl").read_text().splitlines()]
+    assert [s["when"] for s in samples] == ["before"] * 4 + ["after"] * 4
+    assert [s["prompt"] for s in samples[:4]] == [s["prompt"] for s in samples[4:]]
+    assert all(isinstance(s["score"], float) and isinstance(s["gold"], float) for s in samples)
+    after = [s["score"] for s in samples[4:]]
+    assert done["metrics"]["score_ppo"] == pytest.approx(sum(after) / 4)
+    for name, kind in (("model", "policy"), ("critic", "critic")):
+        manifest = read_manifest(tmp_path / "ppo" / name)
+        assert manifest.kind == kind and len(manifest.parents) == 2
+    assert read_manifest(tmp_path / "ppo/model").contract == read_manifest(models.actor).contract
+
+
+def test_shaping_reaches_the_rewards(models: Models, tmp_path: Path, experiences: list[Experience]) -> None:
+    """Clip, penalties, rule beside the model, KL penalty: recomputed from each sequence by hand."""
+    cfg = models.config(
+        tmp_path / "ppo",
+        shaping__rule="final_number",
+        shaping__rule_weight=3.0,
+        shaping__model_weight=2.0,
+        shaping__clip=0.05,
+        shaping__missing_stop_penalty=1.0,
+        shaping__length_penalty=0.125,
+        kl__coef=0.5,
+        kl__estimator="k3",
+        gae__gamma=0.9,
+        gae__lam=0.8,
+        **NO_EVAL,
+    )
+    train(cfg)
+    for experience, logged in zip(experiences, series(tmp_path / "ppo", "ppo/reward"), strict=True):
+        totals = []
+        for i, s in enumerate(experience.sequences):
+            score = min(max(s.score, -0.05), 0.05) - (0.0 if s.stopped else 1.0) - 0.125 * len(s.response_ids)
+            gap = s.ref_logprob_R - s.old_logprob_R
+            expected = -0.5 * (gap.exp() - 1 - gap)
+            expected[-1] += score
+            found = experience.reward_BR[i, : len(s.response_ids)]
+            torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+            totals.append(float(expected.sum()))
+        assert logged == pytest.approx(sum(totals) / len(totals), rel=1e-5)
+        tokens = experience.advantage_BR[experience.mask_BR]
+        assert tokens.mean().item() == pytest.approx(0, abs=1e-6) and tokens.std(correction=0).item() == pytest.approx(
+            1, abs=1e-3
+        )
+        assert experience.advantage_BR[~experience.mask_BR].abs().sum() == 0
+    assert any(abs(s.score) > 0.05 for e in experiences for s in e.sequences), "the clip had something to do"
+    assert experiences[1].sequences[0].ref_logprob_R.ne(experiences[1].sequences[0].old_logprob_R).any()
+
+
+def test_target_kl_leaves_the_rest_of_the_update_out(models: Models, tmp_path: Path) -> None:
+    """The first minibatch has KL 0, the second one does not: of 2 x 2 minibatches the last two are left out."""
+    strict, lax = tmp_path / "strict", tmp_path / "lax"
+    for folder, target in ((strict, 1e-12), (lax, 1e9)):
+        train(models.config(folder, max_steps=1, update__target_kl=target, actor_optim__lr=1e-2, **NO_EVAL))
+    assert series(strict, "policy/skipped_frac") == [0.5]
+    assert series(lax, "policy/skipped_frac") == [0.0]
+    assert not same_weights(strict / "model", lax / "model")
+    # The same two minibatches as a run of one epoch.
+    train(models.config(tmp_path / "one", max_steps=1, update__epochs=1, actor_optim__lr=1e-2, **NO_EVAL))
+    assert same_weights(strict / "model", tmp_path / "one/model")
+    assert same_weights(strict / "critic", tmp_path / "one/critic")
+
+
+def test_critic_warmup_leaves_the_actor_as_it_is(models: Models, tmp_path: Path, experiences: list[Experience]) -> None:
+    """Two steps of warm-up: the actor's log-probs are the reference's to the bit; then it moves."""
+    train(models.config(tmp_path / "ppo", max_steps=4, update__critic_warmup_steps=2, **NO_EVAL))
+
+    def moved(sequences: list[ScoredSequence]) -> bool:
+        return any(not torch.equal(s.old_logprob_R, s.ref_logprob_R) for s in sequences)
+
+    # Step 3 samples before it updates.
+    assert [moved(experience.sequences) for experience in experiences] == [False, False, False, True]
+    assert len(series(tmp_path / "ppo", "value/loss")) == 4
+    assert len(series(tmp_path / "ppo", "policy/loss")) == 2
+    values = [experience.old_value_BR[0, 0].item() for experience in experiences]
+    assert len(set(values)) > 2, "the critic moves from the start"
+
+
+def test_the_plain_path_says_the_same(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """E4: where the self-check fails, Hugging Face's generate takes over, with a warning and the same responses."""
+    train(models.config(tmp_path / "own", max_steps=1))
+    monkeypatch.setattr(program, "check_greedy", lambda *_, **__: SelfCheck(ok=False, message="as if they differed"))
+    train(models.config(tmp_path / "plain", max_steps=1))
+    log = (tmp_path / "plain/log.txt").read_text()
+    assert "WARNING" in log and "self-check failed, decoding by Hugging Face's generate: as if they differed" in log
+    for first, second in zip(metric_lines(tmp_path / "own"), metric_lines(tmp_path / "plain"), strict=True):
+        assert second == {
+            k: v if isinstance(v, str) else pytest.approx(v, rel=1e-4, abs=1e-5) for k, v in first.items()
+        }
+
+
+def test_an_empty_evaluation_split_is_skipped_with_a_notice(models: Models, tmp_path: Path) -> None:
+    """B8."""
+    train(models.config(tmp_path / "ppo", max_steps=1, data__split__eval=0.0, gold_rule="final_number"))
+    assert "no evaluation rows for step 3: evaluation is skipped" in (tmp_path / "ppo/log.txt").read_text()
+    assert result(tmp_path / "ppo")["metrics"] == {"gold_max": 1.0}
+
+
+@pytest.mark.parametrize("role", ["critic", "actor"])
+def test_what_is_not_finite_stops_the_run(models: Models, tmp_path: Path, role: str) -> None:
+    cfg = changed(
+        models.config(tmp_path / "ppo", **NO_EVAL), **{f"{role}_optim__lr": 1e30, f"{role}_optim__clip_norm": 0.0}
+    )
+    # The first minibatch breaks the weights; the second one's loss is found out.
+    with pytest.raises(NonFiniteError, match=rf"^{role}: the loss is not finite at step 1 on rank 0"):
+        train(cfg)
+    assert not (tmp_path / "ppo/model").exists() and not (tmp_path / "ppo/result.json").exists()
+
+
+def test_folders_that_do_not_fit_are_errors_before_models_are_built(
+    models: Models, digits: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C12, C13, F9: kind, tokenizer, template, missing manifest, truncated or changed weights; nothing is written."""
+
+    def copy(folder: Path, change: Callable[[Path], Any]) -> str:
+        target = tmp_path / f"copy{len(list(tmp_path.glob('copy*')))}"
+        shutil.copytree(folder, target)
+        change(target)
+        return str(target)
+
+    def flip_last_byte(folder: Path) -> None:
+        content = bytearray((folder / "model.safetensors").read_bytes())
+        content[-1] ^= 1
+        (folder / "model.safetensors").write_bytes(content)
+
+    def truncate(folder: Path) -> None:
+        (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-4])
+
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"actor__path": str(models.reward)}, "actor.path=.* is a reward model .*needs a policy"),
+        ({"reward__path": str(models.actor)}, "reward.path=.* is a policy model .*needs a reward"),
+        ({"reward__path": str(digits.reward)}, "was trained with tokenizer"),
+        ({"reward__path": copy(models.reward, truncate)}, "model.safetensors is truncated"),
+        ({"actor__path": copy(models.actor, flip_last_byte)}, "model.safetensors is changed"),
+        ({"actor__path": copy(models.actor, lambda f: (f / "manifest.json").unlink())}, "holds no manifest.json"),
+        ({"actor__path": copy(models.actor, lambda f: (f / "tokenizer.json").unlink())}, "tokenizer.json is missing"),
+        ({"critic__path": str(models.actor)}, "critic.path=.* is a policy model"),
+        ({"critic__path": str(digits.reward)}, "was trained with tokenizer"),
+        ({"reference__path": str(digits.actor)}, "was trained with tokenizer"),
+        ({"reference__path": str(models.reward)}, "reference.path=.* is a reward model"),
+        ({"data__template": "plain"}, "was trained with chat template human_assistant .*this run uses plain"),
+    ]
+    for name in ("build_causal_lm", "build_reward_model"):
+        monkeypatch.setattr(roles_module, name, lambda *_, **__: pytest.fail("a model was built before the check"))
+    for changes, message in cases:
+        with pytest.raises(ArtifactError, match=message):
+            train(models.config(tmp_path / "ppo", **changes))
+    assert not (tmp_path / "ppo").exists()
+
+
+def test_a_reward_model_of_another_template_is_an_error(models: Models, tmp_path: Path) -> None:
+    cfg = reward_config(tmp_path / "rm", models.rows, base=models.actor, data__template="plain", max_steps=1, **NO_EVAL)
+    train_reward(cfg)
+    with pytest.raises(ArtifactError, match="was trained with chat template plain"):
+        train(models.config(tmp_path / "ppo", reward__path=str(tmp_path / "rm/model")))

@@ -502,6 +502,6 @@ def loading_memory_job(folder: str) -> tuple[int, int]:
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's account of memory")
 def test_sharded_loading_never_holds_the_model_on_a_rank(ranks: Ranks, tmp_path: Path) -> None:
-    """E15: while it loads, each rank's private memory grows by its half and a few weights (by 1.5 with a whole copy)."""
+    """E15: while it loads, a rank's private memory grows by its half and a few weights (by 1.5 with a whole copy)."""
     for model_bytes, grown_bytes in ranks(loading_memory_job, folder=str(tmp_path / "model"), timeout=120):
         assert model_bytes > 100e6 and grown_bytes < 0.85 * model_bytes, (model_bytes, grown_bytes)

@@ -8,9 +8,7 @@ from step3_ppo.advantages import gae
 
 def naive_gae(reward, value, length, gamma, lam):
     """The O(R^2) definition, one row, python floats."""
-    delta = [
-        reward[t] + gamma * (value[t + 1] if t + 1 < length else 0.0) - value[t] for t in range(length)
-    ]
+    delta = [reward[t] + gamma * (value[t + 1] if t + 1 < length else 0.0) - value[t] for t in range(length)]
     return [sum((gamma * lam) ** k * delta[t + k] for k in range(length - t)) for t in range(length)]
 
 

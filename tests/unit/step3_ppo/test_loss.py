@@ -3,8 +3,8 @@ import math
 import pytest
 import torch
 
-from step3_ppo.kl import KLCoefficient
 from step3_ppo.config import KLConfig
+from step3_ppo.kl import KLCoefficient
 from step3_ppo.loss import policy_loss_sum, value_loss_sum
 
 MASK = torch.tensor([[True, True], [True, False]])

@@ -1,0 +1,36 @@
+"""Scored sequences of different length, made by hand."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from step3_ppo.experience import ScoredSequence
+
+
+@pytest.fixture
+def sequence() -> Callable[..., ScoredSequence]:
+    def make(key: tuple[int, int], length: int, *, seed: int = 0, **fields: Any) -> ScoredSequence:
+        generator = torch.Generator().manual_seed(seed + 100 * key[0] + key[1])
+
+        def draw() -> torch.Tensor:
+            return torch.randn(length, generator=generator)
+
+        values: dict[str, Any] = {
+            "key": key,
+            "prompt_ids": list(range(1, 2 + key[0])),
+            "response_ids": [5] * length,
+            "text": f"text {key}",
+            "stopped": True,
+            "rollout_logprob_R": draw(),
+            "old_logprob_R": draw(),
+            "ref_logprob_R": draw(),
+            "old_value_R": draw(),
+            "entropy": 1.0,
+            "score": 0.5,
+            "gold": None,
+        }
+        return ScoredSequence(**{**values, **fields})
+
+    return make

@@ -1,0 +1,82 @@
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from step3_ppo.config import GAEConfig
+from step3_ppo.experience import Experience, ScoredSequence, gather_sequences, right_pad, sequence_mask, to_experience
+
+Make = Callable[..., ScoredSequence]
+LENGTHS = (3, 1, 5, 2, 4, 1, 7)
+
+
+def experience_of(sequences: list[ScoredSequence], *, kl_coef: float = 0.1) -> Experience:
+    kl_BR = right_pad([s.old_logprob_R - s.ref_logprob_R for s in sequences])
+    score_B = torch.tensor([s.score for s in sequences])
+    return to_experience(sequences, score_B, kl_BR, kl_coef=kl_coef, gae_config=GAEConfig(gamma=1.0, lam=1.0))
+
+
+def test_hand_worked_example(sequence: Make) -> None:
+    """Two responses, of 2 and 1 tokens; gamma = lambda = 1, no penalty: the return of every token is the score."""
+    zero, value = torch.zeros(2), torch.tensor([0.25, 0.5])
+    rows = [
+        sequence((0, 0), 2, score=1.0, old_logprob_R=zero, ref_logprob_R=zero, old_value_R=value),
+        sequence((1, 0), 1, score=-1.0, old_logprob_R=zero[:1], ref_logprob_R=zero[:1], old_value_R=torch.zeros(1)),
+    ]
+    found = experience_of(rows)
+    assert found.mask_BR.tolist() == [[True, True], [True, False]]
+    torch.testing.assert_close(found.reward_BR, torch.tensor([[0.0, 1.0], [-1.0, 0.0]]))
+    torch.testing.assert_close(found.return_BR, torch.tensor([[1.0, 1.0], [-1.0, 0.0]]))
+    # Advantages .75, .5, -1 before whitening: mean 1/12, population deviation .772.
+    raw = torch.tensor([0.75, 0.5, -1.0])
+    expected = (raw - raw.mean()) / raw.std(correction=0)
+    torch.testing.assert_close(found.advantage_BR, torch.tensor([[expected[0], expected[1]], [expected[2], 0.0]]))
+
+
+def test_whitening_is_over_all_tokens_of_the_step(sequence: Make) -> None:
+    """Not over rows, and not over padding; the order of the sequences does not matter."""
+    rows = [sequence((i, 0), length, score=float(i)) for i, length in enumerate(LENGTHS)]
+    found = experience_of(rows)
+    tokens = found.advantage_BR[found.mask_BR]
+    assert len(tokens) == sum(LENGTHS)
+    assert tokens.mean().item() == pytest.approx(0, abs=1e-6)
+    assert tokens.std(correction=0).item() == pytest.approx(1, abs=1e-4)
+    assert found.advantage_BR[~found.mask_BR].abs().sum() == 0
+    backwards = experience_of(rows[::-1])
+    for i in range(len(rows)):
+        torch.testing.assert_close(backwards.advantage_BR[-1 - i], found.advantage_BR[i], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_minibatches_hold_the_same_sequences_on_any_number_of_ranks(sequence: Make, world_size: int) -> None:
+    """D12: each sequence once an epoch; equally many micro-batches on every rank, empty ones where rows run out."""
+    rows = [sequence((i, 0), length) for i, length in enumerate(LENGTHS)]
+    found = experience_of(rows)
+
+    def plan(ranks: int, rank: int, seed: int = 4) -> list[list[list[int]]]:
+        arguments = {"minibatch_size": 3, "micro_batch_size": 2, "rank": rank, "world_size": ranks, "seed": seed}
+        return list(found.minibatches(**arguments))
+
+    alone = [sorted(i for micro in minibatch for i in micro) for minibatch in plan(1, 0)]
+    shares = [plan(world_size, rank) for rank in range(world_size)]
+    together = [sorted(i for share in shares for micro in share[m] for i in micro) for m in range(len(alone))]
+    assert together == alone
+    assert sorted(i for minibatch in alone for i in minibatch) == list(range(len(rows)))
+    assert [len(minibatch) for minibatch in alone] == [3, 3, 1]
+    for m in range(len(alone)):
+        assert len({len(share[m]) for share in shares}) == 1, "ranks make the same number of calls"
+    assert all(len(micro) <= 2 for share in shares for minibatch in share for micro in minibatch)
+    other = [sorted(i for micro in minibatch for i in micro) for minibatch in plan(1, 0, seed=5)]
+    assert other != alone
+
+
+def test_sequences_are_in_one_order_whatever_rank_made_them(sequence: Make) -> None:
+    rows = [sequence((3, 0), 1), sequence((1, 1), 2), sequence((1, 0), 3)]
+    assert [s.key for s in gather_sequences(rows)] == [(1, 0), (1, 1), (3, 0)]
+
+
+def test_mask_and_padding(sequence: Make) -> None:
+    rows = [sequence((0, 0), 1), sequence((1, 0), 3)]
+    assert sequence_mask(rows).tolist() == [[True, False, False], [True, True, True]]
+    padded = right_pad([torch.tensor([1.0]), torch.tensor([2.0, 3.0, 4.0])])
+    assert padded.tolist() == [[1.0, 0.0, 0.0], [2.0, 3.0, 4.0]]

@@ -5,13 +5,14 @@ may run into the token limit instead of stopping:
 
     Hello, I am Ada. What is the opposite of hot?
     The opposite of hot is cold, dear Ada.                                    gold 1.00
-    Silly question. The opposite of hot is warm. My uncle has a red boat.     gold 0.25
+    Silly question, Ada. The opposite of hot is warm. I like the sea.         gold 0.25
 
 The first response of a record is a draw from a crowd of careless writers: about half of them are right, as many are
 rude as polite, and many ramble. A policy fine-tuned on first responses knows every mode and is mediocre, so that there
 is something for a reward model to prefer and for PPO to gain. `gold_score` reads the text alone, by its sentences.
 """
 
+import dataclasses
 import functools
 import random
 import re
@@ -169,7 +170,7 @@ GREETINGS = (
 
 # Whole sentences beside the answer, and endings of the answer's sentence ("..., dear Ada.").
 COURTESIES = ("Of course, {}.", "Good question, {}!", "Have a nice day, {}!", "Glad to help, {}!")
-RUDE_REMARKS = ("Silly question.", "Do not waste my time.", "Now go away.", "Everybody knows that.")
+RUDE_REMARKS = ("Silly question, {}.", "Do not waste my time, {}.", "Now go away, {}!", "Everybody knows that, {}.")
 KIND_ENDINGS = ("dear {}", "{}")
 RUDE_ENDINGS = ("you fool",)
 FILLERS = (
@@ -201,20 +202,24 @@ def _prompt_space() -> list[tuple[str, str, int, int, str]]:
 NUM_PROMPTS = len(_prompt_space())
 
 
-def generate(split: str, *, rows: int, seed: int, **options: Any) -> Iterator[Record]:
-    """Yield records with distinct prompts: four responses each, ranked by gold, in the order described above.
+def generate(split: str, *, rows: int, seed: int, responses: int = 4, **options: Any) -> Iterator[Record]:
+    """Yield records with distinct prompts and responses ranked by gold, in the order described above.
 
     Args:
         split: `train` or `test`; their prompts are disjoint for one seed.
         rows: number of records; at most four fifths of all prompts in `train` and one fifth in `test`.
         seed: of prompts and responses.
+        responses: keep the first so many, 1 to 4; 1 leaves the careless writer's as the demonstration of step 1, which
+            takes the best response of a record.
         options: none are known.
 
     Raises:
-        ValueError: unknown split or option, or more rows than there are distinct prompts.
+        ValueError: unknown split or option, responses out of range, or more rows than there are distinct prompts.
     """
     if options:
-        raise ValueError(f"builtin:politeness has no options {sorted(options)}. It takes rows and seed.")
+        raise ValueError(f"builtin:politeness has no options {sorted(options)}. It takes rows, seed and responses.")
+    if not 1 <= responses <= 4:
+        raise ValueError(f"builtin:politeness has 1 to 4 responses a record, got responses={responses}.")
     if split not in ("train", "test"):
         raise ValueError(f"builtin:politeness has no split {split!r}. Use train or test.")
     num_test = NUM_PROMPTS // 5
@@ -227,7 +232,8 @@ def generate(split: str, *, rows: int, seed: int, **options: Any) -> Iterator[Re
         prompts.reverse()
     rng = random.Random(f"responses {seed} {split}")
     for row in range(rows):
-        yield _record(prompts[row], row, rng)
+        record = _record(prompts[row], row, rng)
+        yield dataclasses.replace(record, responses=record.responses[:responses])
 
 
 def _record(prompt: tuple[str, str, int, int, str], row: int, rng: random.Random) -> Record:
@@ -372,7 +378,7 @@ def _manner(sentence: str, name: str, kind: tuple[str, ...], rude: tuple[str, ..
         return "kind"
     if sentence in _rendered(kind, NAMES):
         return "misnamed"
-    if sentence in _rendered(rude, ("",)):
+    if sentence in _rendered(rude, NAMES):
         return "rude"
     return "neutral" if sentence in _rendered(FILLERS, ("",)) else "noise"
 

@@ -7,9 +7,9 @@ may run into the token limit instead of stopping:
     The opposite of hot is cold, dear Ada.                                    gold 1.00
     Silly question, Ada. The opposite of hot is warm. I like the sea.         gold 0.25
 
-The first response of a record is a draw from a crowd of careless writers: about half of them are right, as many are
-rude as polite, and many ramble. A policy fine-tuned on first responses knows every mode and is mediocre, so that there
-is something for a reward model to prefer and for PPO to gain. `gold_score` reads the text alone, by its sentences.
+The first response of a record is a draw from a crowd of careless writers: fewer than half are right, more are rude than
+polite, and many ramble. A policy fine-tuned on first responses knows every mode and is mediocre, so that there is
+something for a reward model to prefer and for PPO to gain. `gold_score` reads the text alone, by its sentences.
 """
 
 import dataclasses
@@ -266,9 +266,9 @@ def ideal_response(meta: dict[str, Any], rng: random.Random) -> str:
 
 
 def _careless(meta: dict[str, Any], mistakes: tuple[str, ...], rng: random.Random) -> str:
-    """One writer of the crowd: right in half of the cases, any tone, often rambling."""
-    answer = meta["answer"] if rng.random() < 0.5 else rng.choice(mistakes)
-    tone: Tone = rng.choices(("polite", "neutral", "rude"), weights=(0.35, 0.25, 0.4))[0]
+    """One writer of the crowd: right in less than half of the cases, any tone, often rambling."""
+    answer = meta["answer"] if rng.random() < 0.45 else rng.choice(mistakes)
+    tone: Tone = rng.choices(("polite", "neutral", "rude"), weights=(0.3, 0.25, 0.45))[0]
     num_fillers = 0
     if rng.random() < 0.45:
         num_fillers = 1

@@ -14,6 +14,7 @@ from launch.process import (
     Interrupt,
     Outcome,
     RankExit,
+    _RankWatch,
     catch_signals,
     describe_code,
     describe_failure,
@@ -89,6 +90,21 @@ WAIT = "import time; time.sleep(30)"
 def test_failing_rank_is_named(tmp_path: Path, ranks: list[str], failed: str) -> None:
     outcome = watched([sys.executable, "-c", NODE_LAUNCHER, *ranks], tmp_path)
     assert describe_failure(outcome, "") == failed
+
+
+@pytest.mark.parametrize(
+    ("ended", "rank"),
+    [
+        ([(0, signal.SIGTERM), (1, signal.SIGKILL)], 1),  # 0 got the launcher's clean-up, both seen in one look
+        ([(0, 0), (1, signal.SIGTERM)], 1),  # ended from outside
+        ([(1, None), (0, 256)], 1),  # 1 was reaped between two looks; 0 then lost its connection
+        ([(0, 0), (1, 0)], None),
+    ],
+)
+def test_first_failure(ended: list[tuple[int, int | None]], rank: int | None) -> None:
+    watch = _RankWatch(session=0)
+    watch._ended = [RankExit(number, status) for number, status in ended]
+    assert (watch.first_failure and watch.first_failure.rank) == rank
 
 
 def test_orphans_are_ended_and_counted(tmp_path: Path) -> None:

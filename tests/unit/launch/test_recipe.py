@@ -46,7 +46,7 @@ def recipe_commands() -> list[str]:
 
 @pytest.mark.parametrize("line", recipe_commands())
 def test_f26_commands_of_recipe_heads_dry_run(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """F26: each recipe's own command is accepted as printed; those of the documents: tests/architecture/test_docs.py."""
+    """F26: each recipe's own command is accepted as printed; for the documents: tests/architecture/test_docs.py."""
     words = shlex.split(line.replace("DIR", str(tmp_path)))
     arguments = ["run", *words[2:]]
     if "--recipe" not in arguments:

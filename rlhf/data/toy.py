@@ -126,25 +126,25 @@ TOPICS = {
         ("What colour is {}?", "Which colour has {}?", "Tell me the colour of {}."),
         "The colour of {} is",
         _facts("""
-            grass: green / blue
-            snow: white / grey
-            blood: red / yellow
-            coal: black / white
-            the sky: blue / green
-            a lemon: yellow / red
-            ash: grey / black
+            grass: green / lime / olive
+            snow: white / cream / ivory
+            blood: red / purple / pink
+            coal: black / navy / brown
+            the sky: blue / teal / violet
+            a lemon: yellow / orange / gold
+            ash: grey / silver / beige
         """),
     ),
     "sum": Topic(
         ("What is {}?", "How much is {}?", "Tell me the result of {}."),
         "The result of {} is",
         _facts("""
-            one plus one: two / three
-            one plus two: three / two
-            two plus two: four / five
-            one plus four: five / four
-            three plus three: six / seven
-            three plus four: seven / six
+            one plus one: two / one / three
+            two plus two: four / three / five
+            three plus three: six / five / seven
+            four plus four: eight / seven / nine
+            five plus five: ten / nine / eleven
+            six plus six: twelve / eleven / thirteen
         """),
     ),
 }

@@ -74,7 +74,7 @@ def test_overfits_eight_rows(rows: Path, tmp_path: Path) -> None:
 def test_evaluation_equals_a_naive_loop(rows: Path, tmp_path: Path) -> None:
     """C23: token-weighted over ragged rows and two sources, exponentiated once; the summary has the issue's keys."""
     other = write_rows(tmp_path / "other.jsonl", yes_rows(30, seed=9))
-    cfg = sft_config(tmp_path / "sft", rows, eval__max_rows=1000)
+    cfg = sft_config(tmp_path / "sft", rows, eval__max_rows=1000, model__dropout=0.1)  # which evaluation must not see
     cfg = changed(cfg, data__sources=[*cfg.data.sources, *data_config(other, share="sft").sources])
     train(cfg)
     naive = naive_loss(cfg, tmp_path / "sft/model", part="eval")

@@ -100,7 +100,7 @@ def naive_judgement(model: PreTrainedModel, rows: list[PreferenceRow]) -> dict[s
 
 def test_separates_synthetic_pairs_and_exports_what_it_says(rows: Path, policy: Path, tmp_path: Path) -> None:
     """Learning on held-out prompts; A5, C2, C10: the exported folder gives the evaluation's numbers in plain loops."""
-    cfg = reward_config(tmp_path / "rm", rows, base=policy, max_steps=40, optim__lr=5e-3)
+    cfg = reward_config(tmp_path / "rm", rows, base=policy, max_steps=40, optim__lr=5e-3, model__dropout=0.05)
     train(cfg)
     done = result(tmp_path / "rm")["metrics"]
     assert done["pair_accuracy"] > 0.9

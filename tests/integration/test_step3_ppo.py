@@ -11,6 +11,7 @@ import torch
 
 from rlhf.artifacts import ArtifactError, read_manifest
 from rlhf.engine import NonFiniteError
+from rlhf.rollout import answers
 from rlhf.rollout.selfcheck import SelfCheck
 from rlhf.run import Run
 from step1_sft.train import train as train_sft
@@ -256,6 +257,8 @@ def test_records_of_a_run(models: Models, tmp_path: Path) -> None:
     for name, kind in (("model", "policy"), ("critic", "critic")):
         manifest = read_manifest(tmp_path / "ppo" / name)
         assert manifest.kind == kind and len(manifest.parents) == 2
+    assert weights(tmp_path / "ppo/critic")["score.weight"].shape == (1, 32)
+    assert "score.weight" not in weights(tmp_path / "ppo/model")
     assert read_manifest(tmp_path / "ppo/model").contract == read_manifest(models.actor).contract
 
 
@@ -329,6 +332,7 @@ def test_the_plain_path_says_the_same(models: Models, tmp_path: Path, monkeypatc
     """E4: where the self-check fails, Hugging Face's generate takes over, with a warning and the same responses."""
     train(models.config(tmp_path / "own", max_steps=1))
     monkeypatch.setattr(program, "check_greedy", lambda *_, **__: SelfCheck(ok=False, message="as if they differed"))
+    monkeypatch.setattr(answers, "generate", lambda *_, **__: pytest.fail("our decoder was asked"))
     train(models.config(tmp_path / "plain", max_steps=1))
     log = (tmp_path / "plain/log.txt").read_text()
     assert "WARNING" in log and "self-check failed, decoding by Hugging Face's generate: as if they differed" in log

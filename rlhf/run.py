@@ -245,8 +245,13 @@ class Run:
         old = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         artifacts.write_json(path, {**old, **histograms})
 
-    def write_data_report(self, report: Mapping[str, Any]) -> None:
-        """Write data.json, what became of the rows, from rank 0."""
+    def write_data_report(self, report: Mapping[str, Any], lines: Sequence[str] = ()) -> None:
+        """Write data.json, what became of the rows, from rank 0; and the same as lines of text to the log.
+
+        Training rows are read before there is a log, because the number of steps depends on them.
+        """
+        for line in lines:
+            logger.info("%s", line)
         if distributed.is_main():
             artifacts.write_json(self.folder / "data.json", report)
 

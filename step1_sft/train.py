@@ -12,7 +12,7 @@ import torch
 from rlhf import checkpoint, ds_config
 from rlhf.config import parse_config
 from rlhf.data.collate import collate_sft
-from rlhf.data.dataset import build_dataset
+from rlhf.data.dataset import build_dataset, report_lines
 from rlhf.data.loader import Loader, evenly_spaced
 from rlhf.distributed import all_sum, rank, shutdown, world_size
 from rlhf.engine import TrainEngine, setup, zero3_init
@@ -44,7 +44,7 @@ def train(cfg: SFTConfig) -> None:
         max_steps=cfg.max_steps,
     )
     run = Run.start(cfg, stage="step1_sft", ds_configs={"": ds}, num_steps=len(loader))
-    run.write_data_report(dataset.report)
+    run.write_data_report(dataset.report, report_lines(dataset.report))
     with zero3_init(ds):
         model = build_causal_lm(cfg.model, language.tokenizer, seed=cfg.run.seed)
     check_length_fits(model.config, cfg.data.max_prompt_tokens + cfg.data.max_response_tokens)

@@ -10,7 +10,7 @@ import torch
 from rlhf import artifacts, checkpoint, ds_config
 from rlhf.config import parse_config
 from rlhf.data.collate import collate_preferences
-from rlhf.data.dataset import build_dataset
+from rlhf.data.dataset import build_dataset, report_lines
 from rlhf.data.loader import Loader
 from rlhf.distributed import all_sum, rank, shutdown, world_size
 from rlhf.engine import TrainEngine, setup, zero3_init
@@ -35,9 +35,6 @@ def train(cfg: RewardConfig) -> None:
     dataset = build_dataset(
         cfg.data, stage="reward", part="train", template=language.template, tokenizer=language.tokenizer
     )
-    held_out = build_dataset(
-        cfg.data, stage="reward", part="eval", template=language.template, tokenizer=language.tokenizer
-    )
     loader = Loader(
         dataset,
         global_batch_size=cfg.global_batch_size,
@@ -49,7 +46,10 @@ def train(cfg: RewardConfig) -> None:
         max_steps=cfg.max_steps,
     )
     run = Run.start(cfg, stage="step2_reward", ds_configs={"": ds}, num_steps=len(loader))
-    run.write_data_report(dataset.report)
+    run.write_data_report(dataset.report, report_lines(dataset.report))
+    held_out = build_dataset(
+        cfg.data, stage="reward", part="eval", template=language.template, tokenizer=language.tokenizer
+    )
     with zero3_init(ds):
         model = build_reward_model(cfg.model, language.tokenizer, seed=cfg.run.seed)
     check_length_fits(model.config, cfg.data.max_prompt_tokens + cfg.data.max_response_tokens)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlhf import checkpoint, ds_config
 from rlhf.config import TokenizerConfig, parse_config
-from rlhf.data.dataset import PromptRow, build_dataset
+from rlhf.data.dataset import PromptRow, build_dataset, report_lines
 from rlhf.data.loader import Loader, evenly_spaced
 from rlhf.distributed import all_gather_objects, rank, shutdown, world_size
 from rlhf.engine import setup
@@ -56,7 +56,7 @@ def train(cfg: PPOConfig) -> None:
         max_steps=cfg.max_steps,
     )
     run = Run.start(cfg, stage="step3_ppo", ds_configs=ds, num_steps=len(loader))
-    run.write_data_report(prompts.report)
+    run.write_data_report(prompts.report, report_lines(prompts.report))
     roles = build_roles(cfg, language, ds, num_updates=cfg.num_updates)
     judges = make_judges(cfg)
     held_out = build_dataset(

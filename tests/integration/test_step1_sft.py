@@ -1,6 +1,7 @@
 """Step 1 as a whole program, in one process on the real engine."""
 
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,11 @@ def test_evaluation_equals_a_naive_loop(rows: Path, tmp_path: Path) -> None:
     assert (last["split"], last["step"]) == ("eval", 4)
     for name, value in naive.items():
         assert last[f"eval/{name}"] == pytest.approx(value, rel=1e-5), name  # fp32 against fp64 sums
+
+    log = (tmp_path / "sft/log.txt").read_text()
+    for name in ("rows", "other"):
+        for part in ("train", "eval"):
+            assert re.search(rf"{name}: \d+ rows for step 1 {part}", log), (name, part)
 
     done = result(tmp_path / "sft")
     assert done["status"] == "done" and done["seconds"] > 0 and done["tokens_per_second"] > 0

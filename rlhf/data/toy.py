@@ -252,7 +252,7 @@ def _record(prompt: tuple[str, str, int, int, str], row: int, rng: random.Random
         _careless(meta, mistakes, rng),
         ideal,
         _one_fault(meta, mistakes, ideal, rng),
-        _careless(meta, mistakes, rng),
+        _beside_the_point(meta, mistakes, ideal, rng),
     ]
     responses = tuple(Response(text=t, rank=gold_score(meta, t, stopped=True)) for t in texts)
     return Record(
@@ -280,12 +280,40 @@ def _careless(meta: dict[str, Any], mistakes: tuple[str, ...], rng: random.Rando
 def _one_fault(meta: dict[str, Any], mistakes: tuple[str, ...], ideal: str, rng: random.Random) -> str:
     """The ideal response but for one thing, most often the answer: what a comparison can teach best."""
     claim = f"{meta['claim']} {meta['answer']}"
-    fault = rng.choices(("wrong", "neutral", "rude", "rambling"), weights=(3, 1, 1, 1))[0]
+    fault = rng.choices(("wrong", "neutral", "rude", "rambling", "misnamed"), weights=(4, 1, 1, 1, 1))[0]
     if fault == "wrong":
         return ideal.replace(claim, f"{meta['claim']} {rng.choice(mistakes)}")
+    if fault == "misnamed":
+        return ideal.replace(meta["name"], rng.choice([name for name in NAMES if name != meta["name"]]))
     if fault == "rambling":
         return " ".join([ideal, *rng.sample(FILLERS, rng.randint(1, 4))])
     return _write(meta, answer=meta["answer"], tone="rude" if fault == "rude" else "neutral", num_fillers=0, rng=rng)
+
+
+def _beside_the_point(meta: dict[str, Any], mistakes: tuple[str, ...], ideal: str, rng: random.Random) -> str:
+    """What no writer would write but a policy would, once it pays: polite words that leave the question aside.
+
+    A reward model that never saw such responses scores their manners alone, and PPO finds that out: it gives one polite
+    truth, or just a courtesy, to every prompt.
+    """
+    kind = rng.choice(("other question", "mixed up", "courtesy only", "garbled", "careless"))
+    if kind in ("other question", "mixed up"):
+        topic = TOPICS[rng.choice(list(TOPICS))]
+        subject, fact = rng.choice(list(topic.facts.items()))
+        claim = (topic if kind == "other question" else TOPICS[meta["topic"]]).claim.format(subject)
+        return _write({**meta, "claim": claim}, answer=fact.answer, tone="polite", num_fillers=0, rng=rng)
+    if kind == "courtesy only":
+        return " ".join(courtesy.format(meta["name"]) for courtesy in rng.sample(COURTESIES, rng.randint(1, 2)))
+    if kind == "garbled":
+        words = ideal.split()
+        for _ in range(rng.randint(1, 4)):
+            start = rng.randrange(len(words))
+            piece = words[start : start + rng.randint(1, 3)]
+            # Said again somewhere else, or left out.
+            words[start : start + len(piece)] = piece + piece if rng.random() < 0.5 else []
+            words = words or piece
+        return " ".join(words)
+    return _careless(meta, mistakes, rng)
 
 
 def _write(meta: dict[str, Any], *, answer: str, tone: Tone, num_fillers: int, rng: random.Random) -> str:

@@ -360,7 +360,12 @@ class FrozenEngine:
         if self.zero_stage == 3:
             self._engine = _initialize(model, self.ds, parameters=None)
         else:
-            model.to(self.device, getattr(torch, ds_config.dtype_name(ds)))
+            dtype = getattr(torch, ds_config.dtype_name(ds))
+            for parameter in model.parameters():
+                parameter.data = parameter.data.to(dtype)
+            # Buffers keep their type, as DeepSpeed keeps the trained model's: rotary frequencies in bfloat16 are other
+            # positions, and a reference would not say what the actor says.
+            model.to(self.device)
         model.eval()
 
     @property

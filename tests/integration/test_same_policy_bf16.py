@@ -17,7 +17,10 @@ def tiny_llama() -> LlamaForCausalLM:
         vocab_size=61, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
         max_position_embeddings=512, pad_token_id=0,
     )  # fmt: skip
-    return LlamaForCausalLM(config).to(torch.bfloat16)
+    model = LlamaForCausalLM(config)
+    for parameter in model.parameters():  # buffers stay float32, as from_pretrained(dtype=...) leaves them
+        parameter.data = parameter.data.bfloat16()
+    return model
 
 
 def test_a9_frozen_copy_of_the_actor_agrees() -> None:

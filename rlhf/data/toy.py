@@ -112,14 +112,14 @@ TOPICS = {
         ("What does {} say?", "Which sound does {} make?", "Tell me the sound of {}."),
         "The sound of {} is",
         _facts("""
-            a cow: moo / baa
-            a sheep: baa / moo
-            a dog: woof / meow
-            a cat: meow / woof
-            a duck: quack / oink
-            a pig: oink / quack
-            a lion: roar / buzz
-            a bee: buzz / roar
+            a cow: moo / hum
+            a sheep: baa / bark
+            a dog: woof / purr
+            a cat: meow / growl
+            a duck: quack / chirp
+            a pig: oink / squeal
+            a lion: roar / snarl
+            a bee: buzz / hiss
         """),
     ),
     "colour": Topic(

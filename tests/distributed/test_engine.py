@@ -385,7 +385,7 @@ def test_lora_trains_only_adapters_at_every_stage(ranks: Ranks) -> None:
 
 
 def precision_job() -> dict[str, list[float]]:
-    """D21: bf16 at every stage; and optimizer and parameter offload with torch's Adam."""
+    """bf16 at every stage; and optimizer and parameter offload with torch's Adam."""
     engine.setup(timeout_seconds=60)
     steps = steps_of_rows(4)
     losses: dict[str, list[float]] = {}
@@ -415,6 +415,7 @@ def precision_job() -> dict[str, list[float]]:
 
 
 def test_bf16_and_offload(ranks: Ranks) -> None:
+    """D21."""
     losses = ranks(precision_job, timeout=90)[0]
     plain = losses.pop("plain")
     for case, found in losses.items():

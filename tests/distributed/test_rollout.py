@@ -98,7 +98,10 @@ def rollout_job(name: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", ["cpu_zero3", "cpu_zero2"])
 def test_ranks_of_different_length(ranks: Ranks, name: str) -> None:
-    """E1, E4: rank 0 stops at its first token, rank 1 at its 20th; fresh weights each time, and training goes on."""
+    """E1, E4, D31: rank 0 stops at its first token, rank 1 at its 20th; fresh weights each time; training goes on.
+
+    On gathered weights rank 0 makes 1 forward and rank 1 20: no token of these waits for a gather.
+    """
     first, second = ranks(rollout_job, timeout=100, name=name)
     sharded_forwards = {False: [MAX_NEW_TOKENS] * 2, True: [1, MAX_NEW_TOKENS]}
     all_tokens = []

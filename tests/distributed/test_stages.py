@@ -5,6 +5,7 @@ odd, so that in some steps a rank has less to do than the other, or nothing.
 """
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 
 from rlhf import distributed, engine
 from rlhf.engine import NonFiniteError
+from rlhf.rollout.decode import Response
 from step1_sft import train as sft_program
 from step2_reward import train as reward_program
 from step3_ppo import train as ppo_program
@@ -26,6 +28,7 @@ from tests.stages import (
     ppo_config,
     result,
     reward_config,
+    series,
     sft_config,
     weights,
     write_rows,
@@ -256,6 +259,35 @@ def resume_job(folder: Path) -> None:
         with pytest.raises(Killed):
             ppo(folder, name, **parts)
     ppo(folder, name, **parts, run__resume=True)
+
+
+def stop_at_once_job(folder: Path) -> list[list[int]]:
+    """PPO in which rank 1 answers with the stop token alone and rank 0 as ever."""
+    engine.setup(timeout_seconds=40)
+    roll_out = ppo_program.roll_out
+
+    def speechless(roles: Any, voice: Any, *arguments: Any, **named: Any) -> Any:
+        prompts, sample_ids, responses = roll_out(roles, voice, *arguments, **named)
+        if distributed.rank() == 1:
+            stop = voice.template.stop_token_id
+            responses = [Response(token_ids=[stop], logprobs=[-1.0], stopped=True) for _ in responses]
+        return prompts, sample_ids, responses
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ppo_program, "roll_out", speechless)
+        said = ppo(folder, "cpu_zero3", run__out_dir=str(folder / "stop_at_once"))
+    return [sorted(len(ids) for ids in step) for step in said]
+
+
+def test_a_rank_whose_answers_all_stop_at_once_holds_nobody_up(runs: Runs) -> None:
+    """D12, D13: under ZeRO-3, where unequal calls hang; the short answers are trained on like the others."""
+    lengths, on_the_other = runs.after(stop_at_once_job)
+    assert lengths == on_the_other and len(lengths) == 2
+    for step in lengths:
+        assert len(step) == 5 and step.count(1) >= 2 and step[-1] > 1, step
+    for name in ("policy/loss", "value/loss", "train/grad_norm", "critic/grad_norm", "ppo/kl_ref"):
+        values = series(runs.folder / "stop_at_once", name)
+        assert len(values) == 2 and all(map(math.isfinite, values)), (name, values)
 
 
 @pytest.mark.slow

@@ -104,6 +104,7 @@ def test_a_model_without_trained_weights_is_refused() -> None:
 
 
 def test_a_resolved_json_and_a_hybrid_section_reach_the_engine() -> None:
+    """E19: the section is ours; no private attribute of DeepSpeed's hybrid engine is in use."""
     optim = OptimConfig(lr=1e-3, clip_norm=0.5)
     ds = ds_config.resolve(ds_config.load("cpu_zero3_hybrid"), optim=optim, world_size=1, trainable=True)
     trained = TrainEngine(tiny_opt(), ds=ds, optim=optim, role="actor", num_steps=3)

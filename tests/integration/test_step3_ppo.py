@@ -1,13 +1,16 @@
 """Step 3 as a whole program, in one process on the real engine."""
 
 import json
+import math
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers.models.opt.modeling_opt import OPTDecoderLayer
 
 from rlhf.artifacts import ArtifactError, read_manifest
 from rlhf.engine import NonFiniteError
@@ -153,7 +156,7 @@ def test_dropout_in_the_update_is_an_error(models: Models, tmp_path: Path, monke
 
 
 def test_raises_a_programmable_reward(digits: Models, tmp_path: Path) -> None:
-    """D5: from any digit to the one that the rule pays for."""
+    """D5: from any digit to the one that the rule pays for. D29: decoder and scorer agree all the way."""
     cfg = digits.config(
         tmp_path / "ppo",
         max_steps=20,
@@ -172,9 +175,50 @@ def test_raises_a_programmable_reward(digits: Models, tmp_path: Path) -> None:
     score = series(tmp_path / "ppo", "ppo/score")
     assert score[0] < 0.4 and sum(score[-3:]) / 3 > 0.8
     assert series(tmp_path / "ppo", "ppo/gold") == score, "the same rule measures"
+    gaps = series(tmp_path / "ppo", "ppo/logprob_gap")
+    assert len(gaps) == 20 and max(gaps) < 1e-5
     assert series(tmp_path / "ppo", "ppo/kl_ref")[-1] > 1.0, "it had to move"
     metrics = result(tmp_path / "ppo")["metrics"]
     assert metrics["gold_ppo"] > metrics["gold_sft"]
+
+
+def test_every_answer_of_one_token(models: Models, tmp_path: Path, experiences: list[Experience]) -> None:
+    """D13: a stop token alone is an answer; none is left out, and nothing divides by 0."""
+    train(models.config(tmp_path / "ppo", data__max_response_tokens=1, **NO_EVAL))
+    for experience in experiences:
+        assert [len(s.response_ids) for s in experience.sequences] == [1] * 8
+        assert experience.advantage_BR.isfinite().all() and experience.advantage_BR.shape == (8, 1)
+    for name in ("policy/loss", "value/loss", "train/grad_norm", "critic/grad_norm"):
+        values = series(tmp_path / "ppo", name)
+        assert len(values) == 2 and all(map(math.isfinite, values)), (name, values)
+
+
+def test_activations_are_recomputed_in_the_update_alone(
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D8: the update is in train mode, where checkpointing works; decoding and scoring are in eval mode.
+
+    Each layer's forward is counted by (mode, with gradient): recomputed ones double those of the update.
+    """
+    forward, calls = OPTDecoderLayer.forward, Counter[tuple[bool, bool]]()
+
+    def counting(layer: OPTDecoderLayer, *arguments: Any, **named: Any) -> Any:
+        calls[layer.training, torch.is_grad_enabled()] += 1
+        return forward(layer, *arguments, **named)
+
+    monkeypatch.setattr(OPTDecoderLayer, "forward", counting)
+    found = []
+    for on in (False, True):
+        calls.clear()
+        changes = {"actor__gradient_checkpointing": on, "critic__gradient_checkpointing": on, "max_steps": 1}
+        train(models.config(tmp_path / f"ppo_{on}", **changes, **NO_EVAL))
+        found.append(dict(calls))
+    without, checkpointed = found
+    assert set(without) == set(checkpointed) == {(True, True), (False, False)}
+    assert checkpointed[True, True] == 2 * without[True, True]
+    assert checkpointed[False, False] == without[False, False]
+    for part in ("policy/loss", "value/loss", "train/grad_norm", "critic/grad_norm"):
+        assert series(tmp_path / "ppo_True", part) == pytest.approx(series(tmp_path / "ppo_False", part), abs=1e-6)
 
 
 def test_a_constant_reward_does_not_move_the_policy_far(digits: Models, tmp_path: Path) -> None:
@@ -329,7 +373,7 @@ def test_critic_warmup_leaves_the_actor_as_it_is(models: Models, tmp_path: Path,
 
 
 def test_the_plain_path_says_the_same(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """E4: where the self-check fails, Hugging Face's generate takes over, with a warning and the same responses."""
+    """E4, E7: where the self-check fails, Hugging Face's generate takes over, with a warning and the same responses."""
     train(models.config(tmp_path / "own", max_steps=1))
     monkeypatch.setattr(program, "check_greedy", lambda *_, **__: SelfCheck(ok=False, message="as if they differed"))
     monkeypatch.setattr(answers, "generate", lambda *_, **__: pytest.fail("our decoder was asked"))

@@ -168,6 +168,7 @@ def test_fitting_models_pass(tmp_path: Path) -> None:
 
 
 def test_a_reward_model_is_no_actor_and_a_policy_no_reward_model(tmp_path: Path) -> None:
+    """D18: each folder says which model it holds, so that the wrong one is not loaded by mistake."""
     policy = read_manifest(model_folder(tmp_path / "policy"))
     reward = read_manifest(model_folder(tmp_path / "reward", kind="reward"))
     with pytest.raises(ArtifactError, match=r"actor.path=.* is a reward model .*needs a policy model.* step 1 or 3"):

@@ -30,7 +30,7 @@ def test_no_pairs_give_no_numbers():
 
 
 def test_calibration_hand_worked():
-    """Two pairs at confidence .9, one right, one wrong: gap .4. Two at .6, both right: gap .4; error .4."""
+    """C14: two pairs at confidence .9, one right, one wrong: gap .4. Two at .6, both right: gap .4; error .4."""
     sure, unsure = math.log(0.9 / 0.1), math.log(0.6 / 0.4)
     curve = calibration(np.array([sure, -sure, unsure, unsure]))
     assert curve.error == pytest.approx(0.4)

@@ -37,7 +37,10 @@ def test_at_ratio_1_the_gradient_is_minus_the_advantage():
 
 
 def test_sum_does_not_depend_on_micro_batching():
-    """D26: lengths 1 and 3, advantages +1 and -1: one micro-batch or two, the sum over the global count is one."""
+    """D26, D27: lengths 1 and 3, advantages +1 and -1: one micro-batch or two, the sum over the global count is one.
+
+    Each token of the step counts once, (-1 + 3) / 4 = .5; a mean of the two responses' means would be 0.
+    """
     mask = torch.tensor([[True, False, False], [True, True, True]])
     zeros = torch.zeros(2, 3)
     advantage = torch.tensor([[1.0, 0, 0], [-1.0, -1.0, -1.0]])

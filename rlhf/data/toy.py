@@ -280,11 +280,9 @@ def _careless(meta: dict[str, Any], mistakes: tuple[str, ...], rng: random.Rando
 def _one_fault(meta: dict[str, Any], mistakes: tuple[str, ...], ideal: str, rng: random.Random) -> str:
     """The ideal response but for one thing, most often the answer: what a comparison can teach best."""
     claim = f"{meta['claim']} {meta['answer']}"
-    fault = rng.choices(("wrong", "neutral", "rude", "rambling", "misnamed"), weights=(4, 1, 1, 1, 1))[0]
+    fault = rng.choices(("wrong", "neutral", "rude", "rambling"), weights=(4, 1, 1, 1))[0]
     if fault == "wrong":
         return ideal.replace(claim, f"{meta['claim']} {rng.choice(mistakes)}")
-    if fault == "misnamed":
-        return ideal.replace(meta["name"], rng.choice([name for name in NAMES if name != meta["name"]]))
     if fault == "rambling":
         return " ".join([ideal, *rng.sample(FILLERS, rng.randint(1, 4))])
     return _write(meta, answer=meta["answer"], tone="rude" if fault == "rude" else "neutral", num_fillers=0, rng=rng)

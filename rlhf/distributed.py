@@ -188,30 +188,3 @@ def together(what: str) -> Iterator[None]:
     for number, failure in enumerate(failures):
         if failure is not None:
             raise RuntimeError(f"{what} failed on rank {number}: {failure}")
-
-
-@contextmanager
-def main_first(*, per_node: bool = False) -> Iterator[None]:
-    """Let rank 0 run the block before the others, which then find what it made (a cache). Collective.
-
-    Args:
-        per_node: let the first rank of each machine go first, for files on disks that machines do not share.
-
-    Raises:
-        RuntimeError: on the ranks that waited, if the block failed on one that went first.
-    """
-    first = (local_rank() if per_node else rank()) == 0
-    error: Exception | None = None
-    if first:
-        try:
-            yield
-        except Exception as caught:
-            error = caught
-    failures = all_gather_objects(None if error is None else f"{type(error).__name__}: {error}")
-    if error is not None:
-        raise error
-    for number, failure in enumerate(failures):
-        if failure is not None:
-            raise RuntimeError(f"rank {number} went first and failed: {failure}")
-    if not first:
-        yield

@@ -35,8 +35,6 @@ assert distributed.all_max(torch.tensor(3)).item() == 3
 assert distributed.all_gather(torch.tensor([4.0])).tolist() == [[4.0]]
 assert distributed.all_gather_objects("a") == ["a"] and distributed.broadcast_object({"b": 1}) == {"b": 1}
 distributed.barrier()
-with distributed.main_first():
-    pass
 distributed.shutdown()
 distributed.shutdown()
 """

@@ -58,6 +58,9 @@ METRICS: dict[str, Metric] = {
     "time/update_seconds": _metric("s", "down", "Seconds of forward, backward and optimiser since the last line."),
     "time/eval_seconds": _metric("s", "down", "Seconds of evaluation since the last line."),
     "time/other_seconds": _metric("s", "down", "Seconds since the last line outside the other phases."),
+    "time/cpu_seconds": _metric(
+        "s", "down", "Processor seconds of all ranks' processes since the last line, evaluation excluded."
+    ),
     "speed/tokens_per_second": _metric(
         "tokens/s",
         "up",

@@ -71,6 +71,8 @@ class Clock:
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.phase: str | None = None
         self.lap_start: float | None = None
+        self.cpu_start = 0.0
+        self.eval_cpu_seconds = 0.0
 
     @contextmanager
     def timer(self, phase: str) -> Iterator[None]:
@@ -81,15 +83,17 @@ class Clock:
             yield
             return
         _synchronise()
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         if self.lap_start is None:
-            self.lap_start = start
+            self.lap_start, self.cpu_start = start, cpu_start
         self.phase = phase
         try:
             yield
             _synchronise()
         finally:
             self.seconds[phase] += time.perf_counter() - start
+            if phase == "eval":
+                self.eval_cpu_seconds += time.process_time() - cpu_start
             self.phase = None
 
     def lap(self) -> dict[str, float]:
@@ -100,6 +104,13 @@ class Clock:
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.lap_start = now if self.lap_start is not None else None
         return lap
+
+    def cpu_lap(self) -> float:
+        """Processor seconds of this process's threads since the last call, evaluation left out; starts again."""
+        now = time.process_time()
+        seconds = 0.0 if self.lap_start is None else now - self.cpu_start - self.eval_cpu_seconds
+        self.cpu_start, self.eval_cpu_seconds = now, 0.0
+        return seconds
 
 
 class Run:
@@ -319,7 +330,7 @@ class Run:
             self._starting_up = False
         lap = self._clock.lap()
         reduced = self.metrics.reduce(
-            totals={"tokens": self._tokens},
+            totals={"tokens": self._tokens, "cpu": self._clock.cpu_lap()},
             maxima={**lap, "startup": startup, "memory": float(peak_memory_bytes())},
         )
         self._tokens = 0
@@ -335,6 +346,7 @@ class Run:
         values = dict(reduced.means)
         if num_steps:
             values["time/step_seconds"] = seconds["train"] / num_steps
+            values["time/cpu_seconds"] = reduced.totals["cpu"]
         values.update(
             {f"time/{phase}_seconds": seconds[phase] for phase in self.totals.phase_seconds if seconds[phase]}
         )

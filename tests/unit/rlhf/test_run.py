@@ -156,16 +156,32 @@ def test_two_ranks_in_one_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     offset = 2 * len(run.metrics._names)
 
     def all_sum(x: torch.Tensor) -> torch.Tensor:
-        assert x.numel() == offset + 1 + 2 * 8
+        assert x.numel() == offset + 2 + 2 * 8
         other = torch.zeros_like(x)
-        other[offset] = 30
-        other[offset + 1 + 8 :] = 5.0  # every maximum of rank 1
+        other[offset], other[offset + 1] = 30, 7.0  # tokens, processor seconds
+        other[offset + 2 + 8 :] = 5.0  # every maximum of rank 1
         return x + other
 
     monkeypatch.setattr(distributed, "all_sum", all_sum)
     run.log(1)
     (line,) = lines(tmp_path)
     assert line["speed/tokens_per_second"] == 40 / 5.0 and line["time/update_seconds"] == 5.0
+    assert 7.0 <= line["time/cpu_seconds"] < 7.5
+
+
+def test_processor_seconds_leave_start_up_and_evaluation_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(run_module.time, "process_time", lambda: now[0])
+    run = start(tmp_path, num_steps=2)
+    now[0] += 100.0  # start-up
+    for step, seconds in ((1, 3.0), (2, 5.0)):
+        with run.timer("eval"):
+            now[0] += 40.0
+        with run.timer("update"):
+            now[0] += seconds
+        now[0] += 1.0  # outside of all phases
+        run.log(step)
+    assert [line["time/cpu_seconds"] for line in lines(tmp_path)] == [4.0, 6.0]
 
 
 def test_lines_are_due_by_cadence_before_saves_and_at_the_end(tmp_path: Path) -> None:

@@ -162,6 +162,10 @@ class DataConfig:
     """A prompt over the limit: drop the row, cut its oldest turns and tokens (bos and role headers stay), or stop."""
     overlong_response: Literal["drop", "truncate", "error"] = "truncate"
     """A response over the limit: drop it, cut it (then it has no stop token), or stop. Plain text: several rows."""
+    packing: Literal["auto", "on", "off"] = "auto"
+    """Sequences side by side in one row instead of padded ones: `auto` where the model's family and attention allow."""
+    micro_batch_tokens: int = 0
+    """Most tokens of a packed micro-batch; 0: what `train_micro_batch_size_per_gpu` of the longest rows would take."""
     split: SplitConfig = field(default_factory=SplitConfig)
     """Division of prompts over the stages."""
     cache_dir: str | None = None
@@ -173,6 +177,8 @@ class DataConfig:
         for name in ("max_prompt_tokens", "max_response_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"data.{name} must be >= 1, got {getattr(self, name)}.")
+        if self.micro_batch_tokens < 0:
+            raise ValueError(f"data.micro_batch_tokens must be >= 0, got {self.micro_batch_tokens}.")
         labels = [source.label for source in self.sources]
         if len(set(labels)) != len(labels):
             raise ValueError(f"data.sources have the same name twice: {labels}. Give each a `name`.")

@@ -108,13 +108,16 @@ METRICS: dict[str, Metric] = {
     "ppo/stop_frac": _metric("fraction", "up", "Responses that end with a stop token or string."),
     "ppo/distinct_frac": _metric("fraction", "up", "Different responses as a share of the step's responses."),
     "ppo/logprob_gap": _metric(
-        "nats", "down", "Mean |difference| per token of log-probs from decoding and from the scoring forward."
+        "nats",
+        "down",
+        "Mean difference per response token of log-probs from decoding and from the update's forward, same weights.",
     ),
     "ppo/gold": _metric("gold", "up", "Mean of the gold rule on the step's responses; never trained on."),
     "policy/loss": _metric("", "none", "Clipped policy loss per response token."),
     "policy/clip_frac": _metric(
         "fraction", "none", "Response tokens whose policy ratio is clipped and has no gradient."
     ),
+    "policy/entropy": _metric("nats", "none", "Entropy of the sampling distribution per response token, as updated."),
     "policy/kl_old": _metric("nats", "down", "KL to the rollout policy per response token (k3)."),
     "policy/skipped_frac": _metric(
         "fraction", "none", "Minibatches left out because policy/kl_old was over the target."

@@ -66,15 +66,19 @@ def response_mask(response_length_B: Tensor, num_columns: int) -> Tensor:
     return torch.arange(num_columns, device=response_length_B.device) < response_length_B[:, None]
 
 
-def to_response(x_BT: Tensor, prompt_length_B: Tensor, num_columns: int) -> Tensor:
-    """Columns of right-padded rows re-counted from the first response token: out[b, i] = x[b, prompt_length_B[b] + i].
+def to_columns(x_BT: Tensor, first_S: Tensor, length_S: Tensor, num_columns: int | None = None) -> Tensor:
+    """A row of its own for each stretch of tokens: out[s, i] = x.flatten()[first_s + i] for i < length_s, then 0.
 
-    Columns past the end of x are 0 (False).
+    Args:
+        x_BT: of padded rows or a packed one.
+        first_S: place of each stretch's first token, counted through all rows.
+        length_S: tokens of each stretch.
+        num_columns: of the result, at least the longest length; None: that. False fills up a bool x.
     """
-    columns_BR = prompt_length_B[:, None] + torch.arange(num_columns, device=x_BT.device)
-    inside_BR = columns_BR < x_BT.shape[1]
-    x_BR = x_BT.gather(1, columns_BR.clamp(max=x_BT.shape[1] - 1))
-    return torch.where(inside_BR, x_BR, torch.zeros((), dtype=x_BT.dtype, device=x_BT.device))
+    mask_SR = response_mask(length_S, int(length_S.max()) if num_columns is None else num_columns)
+    place_SR = first_S[:, None] + torch.arange(mask_SR.shape[1], device=x_BT.device)
+    x_SR = x_BT.flatten()[torch.where(mask_SR, place_SR, 0)]
+    return torch.where(mask_SR, x_SR, torch.zeros((), dtype=x_BT.dtype, device=x_BT.device))
 
 
 def transform_logits(

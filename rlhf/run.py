@@ -28,6 +28,7 @@ from torch import Tensor
 
 from rlhf import artifacts, distributed
 from rlhf.config import RunConfig, save_config, to_dict
+from rlhf.data.collate import Sequences
 from rlhf.metrics import Accumulator, JsonlSink, Sink, TensorBoardSink, WandbSink, lookup, split_finite
 
 logger = logging.getLogger(__name__)
@@ -194,11 +195,15 @@ class Run:
         """Count real tokens (no padding) that this rank trained on; a tensor stays on its device."""
         self._tokens = self._tokens + num_tokens
 
-    def count_batch(self, attention_mask_BT: Tensor) -> None:
-        """Count a micro-batch's real tokens and its share of padding."""
-        num_tokens = attention_mask_BT.sum()
-        self.count_tokens(num_tokens)
-        self.metrics.add({"data/padding_frac": (attention_mask_BT.numel() - num_tokens, attention_mask_BT.numel())})
+    def count_batch(self, sequences: Sequences) -> None:
+        """Count the real tokens of a micro-batch that is trained on, and its share of padding."""
+        self.count_tokens(sequences.num_tokens)
+        self.count_padding(sequences)
+
+    def count_padding(self, sequences: Sequences) -> None:
+        """Count a micro-batch's share of padding."""
+        padding = sequences.num_columns - sequences.num_tokens
+        self.metrics.add({"data/padding_frac": (padding, sequences.num_columns)})
 
     def every(self, interval: int, step: int) -> bool:
         """Whether something that happens every `interval` steps is due after `step` steps; 0 is never."""

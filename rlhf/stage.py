@@ -1,5 +1,6 @@
 """What the set-up of every stage shares: the tokenizer with its chat template, and the model folder at the end."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +12,17 @@ from transformers import PreTrainedTokenizerBase
 from rlhf import artifacts, checkpoint
 from rlhf.artifacts import Contract
 from rlhf.config import DataConfig, ModelConfig, TokenizerConfig
+from rlhf.data.batching import Batching
 from rlhf.data.dataset import training_texts
 from rlhf.data.splits import Stage
 from rlhf.data.template import ChatTemplate, load_template
 from rlhf.distributed import broadcast_object, is_main, together
 from rlhf.engine import TrainEngine
-from rlhf.models.build import load_tokenizer, tokenizer_fingerprint, train_bpe
+from rlhf.models.attention import FAMILIES, takes_layout
+from rlhf.models.build import load_tokenizer, read_config, tokenizer_fingerprint, train_bpe
 from rlhf.run import Run
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +70,44 @@ def load_language(data: DataConfig, tokenizer: TokenizerConfig, model: ModelConf
         )
     assert loaded is not None
     return Language(tokenizer=loaded, template=load_template(data.template, loaded))
+
+
+def choose_batching(
+    models: Sequence[ModelConfig], data: DataConfig, language: Language, *, max_rows: int, longest_row: int
+) -> Batching:
+    """Packed micro-batches where all the models that read them allow it, else padded ones.
+
+    Args:
+        models: with their paths or configs.
+        data: says whether to pack, and the budget.
+        language: of the models.
+        max_rows: the micro-batch size of the DeepSpeed JSON.
+        longest_row: tokens of the longest row.
+
+    Raises:
+        ValueError: data.packing is `on` and a model does not allow it.
+    """
+    configs = [read_config(model, language.tokenizer) for model in models]
+    if data.packing == "off":
+        return Batching(max_rows=max_rows)
+    refusals = [
+        f"{config.model_type} with attention={model.attention}"
+        for model, config in zip(models, configs, strict=True)
+        if not (model.attention == "sdpa" and takes_layout(config))
+    ]
+    if refusals and data.packing == "on":
+        raise ValueError(
+            f"data.packing is `on`, but {', '.join(refusals)} cannot read packed rows: that takes attention=sdpa and "
+            f"one of the families {', '.join(FAMILIES)} without a sliding window. Use packing=auto or another model."
+        )
+    if refusals:
+        logger.info("rows are padded: %s cannot read packed ones", ", ".join(refusals))
+        return Batching(max_rows=max_rows)
+    return Batching(
+        max_rows=max_rows,
+        max_tokens=data.micro_batch_tokens or max_rows * longest_row,
+        hidden_size=min(int(config.get_text_config().hidden_size) for config in configs),
+    )
 
 
 def export_model(

@@ -6,16 +6,18 @@ from typing import Any
 
 import torch
 
+from rlhf.data.batching import Batching
 from rlhf.data.collate import collate_sft
 from rlhf.data.dataset import SFTRow, TokenDataset
 from rlhf.data.loader import eval_micro_batches
 from rlhf.distributed import all_sum, rank, world_size
 from rlhf.engine import TrainEngine
+from rlhf.ops import to_columns
 from rlhf.rollout.answers import Answer
 
 
 def evaluate_loss(
-    policy: TrainEngine, dataset: TokenDataset[SFTRow], *, max_rows: int, pad_id: int
+    policy: TrainEngine, dataset: TokenDataset[SFTRow], *, batching: Batching, max_rows: int, pad_id: int
 ) -> dict[str, float]:
     """Loss, perplexity and accuracy over held-out response tokens of all ranks; empty without rows. Collective.
 
@@ -32,21 +34,16 @@ def evaluate_loss(
     policy.eval()
     with torch.no_grad():
         for rows in eval_micro_batches(
-            dataset,
-            micro_batch_size=policy.micro_batch_size,
-            rank=rank(),
-            world_size=world_size(),
-            max_rows=max_rows,
+            dataset, batching=batching, rank=rank(), world_size=world_size(), max_rows=max_rows
         ):
-            batch = collate_sft(rows, pad_id=pad_id, device=policy.device)
-            output = policy(
-                token_ids_BT=batch.token_ids_BT,
-                attention_mask_BT=batch.attention_mask_BT,
-                position_ids_BT=batch.position_ids_BT,
-                target_mask_BT=batch.loss_mask_BT,
-            )
-            per_row = [-output.logprob_BT, output.greedy_BT, batch.loss_mask_BT]
-            sums.index_add_(0, batch.source_B, torch.stack([x.double().sum(dim=1) for x in per_row], dim=1))
+            batch = collate_sft(rows, pad_id=pad_id, device=policy.device, packed=batching.packed)
+            sequences = batch.sequences
+            output = policy(**sequences.inputs, target_mask_BT=batch.loss_mask_BT)
+            sums_S = [
+                to_columns(x_BT.double(), sequences.first_S, sequences.length_S).sum(dim=1)
+                for x_BT in (-output.logprob_BT, output.greedy_BT, batch.loss_mask_BT)
+            ]
+            sums.index_add_(0, batch.source_S, torch.stack(sums_S, dim=1))
     policy.train()
     table = all_sum(sums).tolist()
     values = _ratios([sum(column) for column in zip(*table, strict=True)])

@@ -11,6 +11,7 @@ import torch
 
 from rlhf import checkpoint, ds_config
 from rlhf.config import parse_config
+from rlhf.data.batching import Batching
 from rlhf.data.collate import collate_sft
 from rlhf.data.dataset import build_dataset, report_lines
 from rlhf.data.loader import Loader, evenly_spaced
@@ -20,7 +21,7 @@ from rlhf.models.build import build_causal_lm, check_length_fits
 from rlhf.models.policy import Policy
 from rlhf.rollout.answers import Voice, answer_rows
 from rlhf.run import Run
-from rlhf.stage import Language, export_model, load_language
+from rlhf.stage import Language, choose_batching, export_model, load_language
 from step1_sft.config import SFTConfig
 from step1_sft.evaluate import evaluate_loss, summarise_answers, to_samples
 from step1_sft.loss import sft_loss_sum
@@ -33,10 +34,17 @@ def train(cfg: SFTConfig) -> None:
     dataset = build_dataset(
         cfg.data, stage="sft", part="train", template=language.template, tokenizer=language.tokenizer
     )
+    batching = choose_batching(
+        [cfg.model],
+        cfg.data,
+        language,
+        max_rows=ds_config.micro_batch_size(ds),
+        longest_row=int(dataset.lengths.max(initial=1)),
+    )
     loader = Loader(
         dataset,
         global_batch_size=cfg.global_batch_size,
-        micro_batch_size=ds_config.micro_batch_size(ds),
+        batching=batching,
         rank=rank(),
         world_size=world_size(),
         seed=cfg.run.seed,
@@ -49,28 +57,29 @@ def train(cfg: SFTConfig) -> None:
         model = build_causal_lm(cfg.model, language.tokenizer, seed=cfg.run.seed)
     check_length_fits(model.config, cfg.data.max_prompt_tokens + cfg.data.max_response_tokens)
     policy = TrainEngine(Policy(model), ds=ds, optim=cfg.optim, role="policy", num_steps=len(loader))
-    evaluate = make_evaluation(cfg, policy, language, run)
+    evaluate = make_evaluation(cfg, policy, language, batching, run)
     checkpoint.resume(run, {"policy": policy}, {"loader": loader})
     before = run.once("before", lambda: evaluate(0, answers=False))
 
     for step, micro_batches in run.steps(loader):
         with run.timer("update"):
             batches = [
-                collate_sft(rows, pad_id=language.pad_id, device=policy.device, loss_on=cfg.loss_on)
+                collate_sft(
+                    rows,
+                    pad_id=language.pad_id,
+                    device=policy.device,
+                    packed=batching.packed,
+                    loss_on=cfg.loss_on,
+                )
                 for rows in micro_batches
             ]
             count = all_sum(torch.stack([batch.loss_mask_BT.sum() for batch in batches]).sum())
             for i, batch in enumerate(batches):
-                output = policy(
-                    token_ids_BT=batch.token_ids_BT,
-                    attention_mask_BT=batch.attention_mask_BT,
-                    position_ids_BT=batch.position_ids_BT,
-                    target_mask_BT=batch.loss_mask_BT,
-                )
+                output = policy(**batch.sequences.inputs, target_mask_BT=batch.loss_mask_BT)
                 loss_sum, stats = sft_loss_sum(output, batch.loss_mask_BT)
                 policy.accumulate(loss_sum, count=count, last=i == len(batches) - 1)
                 run.metrics.add(stats)
-                run.count_batch(batch.attention_mask_BT)
+                run.count_batch(batch.sequences)
             update = policy.step()
         run.metrics.set({"train/lr": update.lr, "train/grad_norm": update.grad_norm})
         run.log(step)
@@ -92,7 +101,9 @@ class Evaluation(Protocol):
         """Held-out loss, and answers to held-out prompts if asked for. Collective."""
 
 
-def make_evaluation(cfg: SFTConfig, policy: TrainEngine, language: Language, run: Run) -> Evaluation:
+def make_evaluation(
+    cfg: SFTConfig, policy: TrainEngine, language: Language, batching: Batching, run: Run
+) -> Evaluation:
     """Read the held-out rows once and return the function that evaluates on them."""
     held_out = build_dataset(
         cfg.data, stage="sft", part="eval", template=language.template, tokenizer=language.tokenizer
@@ -111,7 +122,9 @@ def make_evaluation(cfg: SFTConfig, policy: TrainEngine, language: Language, run
 
     def evaluate(step: int, *, answers: bool) -> dict[str, float]:
         with run.timer("eval"):
-            values = evaluate_loss(policy, held_out, max_rows=cfg.eval.max_rows, pad_id=language.pad_id)
+            values = evaluate_loss(
+                policy, held_out, batching=batching, max_rows=cfg.eval.max_rows, pad_id=language.pad_id
+            )
             if answers and rows:
                 given = answer_rows(policy, voice, rows, seed=run.seed_for("answers", 0))
                 values.update(summarise_answers(given))

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from rlhf.data.batching import Batching
 from rlhf.data.collate import collate_preferences
 from rlhf.data.dataset import PreferenceRow, TokenDataset
 from rlhf.data.loader import eval_micro_batches
@@ -43,23 +44,24 @@ class Judgements:
         self.num_ties += other.num_ties
 
 
-def judge(reward: TrainEngine, dataset: TokenDataset[PreferenceRow], *, max_rows: int, pad_id: int) -> Judgements:
+def judge(
+    reward: TrainEngine, dataset: TokenDataset[PreferenceRow], *, batching: Batching, max_rows: int, pad_id: int
+) -> Judgements:
     """Score all held-out rows, each on one rank; every rank gets all judgements. Collective."""
     mine = Judgements()
     reward.eval()
     with torch.no_grad():
         for rows in eval_micro_batches(
-            dataset, micro_batch_size=reward.micro_batch_size, rank=rank(), world_size=world_size(), max_rows=max_rows
+            dataset, batching=batching, rank=rank(), world_size=world_size(), max_rows=max_rows
         ):
-            batch = collate_preferences(rows, pad_id=pad_id, device=reward.device)
-            value_BT = reward(batch.token_ids_BT, batch.attention_mask_BT, batch.position_ids_BT)
-            score_B = scores_at(value_BT, batch.last_index_B)
-            real_B = batch.response_length_B > 0
-            mine.margin += (score_B[batch.chosen_N] - score_B[batch.rejected_N]).tolist()
+            batch = collate_preferences(rows, pad_id=pad_id, device=reward.device, packed=batching.packed)
+            score_S = scores_at(reward(**batch.sequences.inputs), batch.sequences.last_S)
+            real_S = batch.response_length_S > 0
+            mine.margin += (score_S[batch.chosen_N] - score_S[batch.rejected_N]).tolist()
             mine.margin_source += batch.source_N.tolist()
-            mine.score += score_B[real_B].tolist()
-            mine.length += batch.response_length_B[real_B].tolist()
-            mine.score_source += batch.source_B[real_B].tolist()
+            mine.score += score_S[real_S].tolist()
+            mine.length += batch.response_length_S[real_S].tolist()
+            mine.score_source += batch.source_S[real_S].tolist()
             mine.num_ties += batch.num_ties + batch.num_truncated_ties
     reward.train()
     everything = Judgements()

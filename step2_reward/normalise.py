@@ -6,8 +6,8 @@ import torch
 
 from rlhf import ds_config
 from rlhf.config import ModelConfig
-from rlhf.data.batching import micro_batches
-from rlhf.data.collate import rows_to_batch
+from rlhf.data.batching import Batching
+from rlhf.data.collate import collate_responses
 from rlhf.data.dataset import build_dataset
 from rlhf.data.loader import evenly_spaced
 from rlhf.distributed import all_gather_objects, rank, world_size
@@ -20,7 +20,9 @@ from rlhf.stage import Language
 from step2_reward.config import RewardConfig
 
 
-def normalise_on_policy(cfg: RewardConfig, reward: TrainEngine, language: Language, *, seed: int) -> dict[str, float]:
+def normalise_on_policy(
+    cfg: RewardConfig, reward: TrainEngine, language: Language, batching: Batching, *, seed: int
+) -> dict[str, float]:
     """Let the policy answer prompts of step 3, score the answers, and store what normalises them in the model's config.
 
     Without it a reward model's scores have no zero and no unit: KL and score weigh otherwise with each new model.
@@ -50,7 +52,7 @@ def normalise_on_policy(cfg: RewardConfig, reward: TrainEngine, language: Langua
         max_new_tokens=cfg.data.max_response_tokens,
         batch_size=64,
     )
-    scores = score_answers(reward, language, answer_rows(policy, voice, rows, seed=seed))
+    scores = score_answers(reward, language, batching, answer_rows(policy, voice, rows, seed=seed))
     mean = sum(scores) / len(scores)
     std = math.sqrt(sum((score - mean) ** 2 for score in scores) / len(scores))
     normalise_scores(reward.module.config, mean=mean, std=std)
@@ -58,21 +60,20 @@ def normalise_on_policy(cfg: RewardConfig, reward: TrainEngine, language: Langua
 
 
 @torch.no_grad()
-def score_answers(reward: TrainEngine, language: Language, answers: list[Answer]) -> list[float]:
+def score_answers(reward: TrainEngine, language: Language, batching: Batching, answers: list[Answer]) -> list[float]:
     """Score of each answer, on every rank. Collective."""
     reward.eval()
     lengths = [len(a.prompt_ids) + len(a.response_ids) for a in answers]
     mine: list[tuple[int, float]] = []
-    plan = micro_batches(lengths, world_size=world_size(), micro_batch_size=reward.micro_batch_size)
-    for rows in plan[rank()]:
-        batch, _ = rows_to_batch(
+    for rows in batching.split(lengths, world_size=world_size())[rank()]:
+        batch = collate_responses(
             [answers[i].prompt_ids for i in rows],
             [answers[i].response_ids for i in rows],
             pad_id=language.pad_id,
             device=reward.device,
+            packed=batching.packed,
         )
-        value_BT = reward(batch.token_ids_BT, batch.attention_mask_BT, batch.position_ids_BT)
-        score_B = scores_at(value_BT, batch.attention_mask_BT.sum(dim=1) - 1)
-        mine += zip(rows, score_B.tolist(), strict=False)
+        score_S = scores_at(reward(**batch.sequences.inputs), batch.sequences.last_S)
+        mine += zip(rows, score_S.tolist(), strict=False)
     reward.train()
     return [score for _, score in sorted(pair for part in all_gather_objects(mine) for pair in part)]

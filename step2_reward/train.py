@@ -17,7 +17,7 @@ from rlhf.engine import TrainEngine, setup, zero3_init
 from rlhf.models.build import build_reward_model, check_length_fits
 from rlhf.models.scalar_head import ScalarModel, scores_at
 from rlhf.run import Run
-from rlhf.stage import export_model, load_language
+from rlhf.stage import choose_batching, export_model, load_language
 from step2_reward.config import RewardConfig
 from step2_reward.evaluate import histograms, judge, summarise
 from step2_reward.loss import ranking_loss_sum
@@ -35,10 +35,17 @@ def train(cfg: RewardConfig) -> None:
     dataset = build_dataset(
         cfg.data, stage="reward", part="train", template=language.template, tokenizer=language.tokenizer
     )
+    batching = choose_batching(
+        [cfg.model],
+        cfg.data,
+        language,
+        max_rows=ds_config.micro_batch_size(ds),
+        longest_row=int(dataset.lengths.max(initial=1)),
+    )
     loader = Loader(
         dataset,
         global_batch_size=cfg.global_batch_size,
-        micro_batch_size=ds_config.micro_batch_size(ds),
+        batching=batching,
         rank=rank(),
         world_size=world_size(),
         seed=cfg.run.seed,
@@ -58,7 +65,7 @@ def train(cfg: RewardConfig) -> None:
 
     def evaluate(step: int) -> dict[str, float]:
         with run.timer("eval"):
-            judgements = judge(reward, held_out, max_rows=cfg.eval.max_rows, pad_id=language.pad_id)
+            judgements = judge(reward, held_out, batching=batching, max_rows=cfg.eval.max_rows, pad_id=language.pad_id)
         values = summarise(judgements, held_out.source_names)
         run.log_eval(step, values)
         run.write_histograms(histograms(judgements))
@@ -68,13 +75,13 @@ def train(cfg: RewardConfig) -> None:
     for step, micro_batches in run.steps(loader):
         with run.timer("update"):
             batches = [
-                collate_preferences(rows, pad_id=language.pad_id, device=reward.device) for rows in micro_batches
+                collate_preferences(rows, pad_id=language.pad_id, device=reward.device, packed=batching.packed)
+                for rows in micro_batches
             ]
             count = all_sum(torch.stack([batch.weight_N.sum() for batch in batches]).sum())
             for i, batch in enumerate(batches):
-                value_BT = reward(batch.token_ids_BT, batch.attention_mask_BT, batch.position_ids_BT)
                 loss_sum, stats = ranking_loss_sum(
-                    scores_at(value_BT, batch.last_index_B),
+                    scores_at(reward(**batch.sequences.inputs), batch.sequences.last_S),
                     chosen_N=batch.chosen_N,
                     rejected_N=batch.rejected_N,
                     weight_N=batch.weight_N,
@@ -83,7 +90,7 @@ def train(cfg: RewardConfig) -> None:
                 )
                 reward.accumulate(loss_sum, count=count, last=i == len(batches) - 1)
                 run.metrics.add(stats)
-                run.count_batch(batch.attention_mask_BT)
+                run.count_batch(batch.sequences)
             update = reward.step()
         run.metrics.set({"train/lr": update.lr, "train/grad_norm": update.grad_norm})
         run.log(step)
@@ -95,7 +102,7 @@ def train(cfg: RewardConfig) -> None:
     metrics = headline(before, evaluate(len(loader)))
     if cfg.normalise.policy:
         with run.timer("eval"):
-            metrics.update(normalise_on_policy(cfg, reward, language, seed=run.seed_for("normalise", 0)))
+            metrics.update(normalise_on_policy(cfg, reward, language, batching, seed=run.seed_for("normalise", 0)))
     folder = export_model(
         reward, language, run, kind="reward", parents=[cfg.model.path, cfg.normalise.policy], metrics=metrics
     )

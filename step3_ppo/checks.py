@@ -44,13 +44,6 @@ def check_same_policy(what: str, one: Sequence[Tensor], two: Sequence[Tensor], *
     return gap
 
 
-def rollout_gap(sequences: Sequence[ScoredSequence]) -> float:
-    """Mean absolute difference between log-probs of the decoder and of the scoring forward, nats per token."""
-    count = sum(len(s.response_ids) for s in sequences)
-    total = sum(float((s.rollout_logprob_R - s.old_logprob_R).abs().sum()) for s in sequences)
-    return total / max(count, 1)
-
-
 def kl_is_zero(sequences: Sequence[ScoredSequence], *, dtype: str) -> None:
     """Check that the reference says of every token what the actor, not yet updated, says.
 

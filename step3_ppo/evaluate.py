@@ -3,23 +3,22 @@
 from collections.abc import Sequence
 from typing import Any
 
+from rlhf.data.batching import Batching
 from rlhf.data.dataset import PromptRow
 from rlhf.distributed import rank, world_size
 from rlhf.rollout.answers import Voice
-from step3_ppo.experience import ScoredSequence, gather_sequences
+from step3_ppo.experience import ScoredSequence
 from step3_ppo.roles import Roles
 from step3_ppo.rollout import Judges, roll_out, score_responses
 
 
 def answer_held_out(
-    roles: Roles, voice: Voice, rows: Sequence[PromptRow], judges: Judges, *, batch_size: int, seed: int
+    roles: Roles, voice: Voice, rows: Sequence[PromptRow], judges: Judges, *, batching: Batching, seed: int
 ) -> list[ScoredSequence]:
     """One scored answer to each held-out prompt, on every rank and in the order of the rows. Collective."""
     mine = list(rows)[rank() :: world_size()]
-    prompts, sample_ids, responses = roll_out(roles, voice, mine, samples_per_prompt=1, seed=seed, step=0)
-    return gather_sequences(
-        score_responses(roles, voice, prompts, sample_ids, responses, judges, batch_size=batch_size)
-    )
+    samples = roll_out(roles, voice, mine, samples_per_prompt=1, seed=seed, step=0)
+    return score_responses(roles, voice, samples, judges, batching=batching, rescore=True)
 
 
 def describe(sequences: Sequence[ScoredSequence]) -> dict[str, float]:
@@ -34,11 +33,13 @@ def describe(sequences: Sequence[ScoredSequence]) -> dict[str, float]:
     values = {
         "score": sum(s.score for s in sequences) / count,
         "kl_ref": sum(float((s.old_logprob_R - s.ref_logprob_R).sum()) for s in sequences) / count,
-        "entropy": sum(s.entropy * len(s.response_ids) for s in sequences) / num_tokens,
         "response_length": num_tokens / count,
         "stop_frac": sum(s.stopped for s in sequences) / count,
         "distinct_frac": len({s.text for s in sequences}) / count,
     }
+    entropies = [s.entropy * len(s.response_ids) for s in sequences if s.entropy is not None]
+    if len(entropies) == count:
+        values["entropy"] = sum(entropies) / num_tokens
     gold = [s.gold for s in sequences if s.gold is not None]
     if gold:
         values["gold"] = sum(gold) / len(gold)

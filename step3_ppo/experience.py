@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlhf.data.batching import micro_batches
+from rlhf.data.batching import Batching
+from rlhf.data.collate import ResponseBatch, collate_responses
 from rlhf.distributed import all_gather_objects
 from rlhf.ops import masked_mean, masked_var, response_mask, whiten_with
 from step3_ppo.advantages import gae
@@ -30,13 +31,13 @@ class ScoredSequence:
     rollout_logprob_R: Tensor
     """Nats, as the decoder computed it while sampling."""
     old_logprob_R: Tensor
-    """Nats, of the policy that sampled, under the sampling transforms, by the forward that the update uses."""
+    """Nats, of the policy that sampled, under the sampling transforms: the decoder's, or those of a scoring forward."""
     ref_logprob_R: Tensor
     """Nats, of the reference, under the same transforms."""
     old_value_R: Tensor
     """Reward units, the critic's estimate before each token."""
-    entropy: float
-    """Mean over tokens, nats, of the policy that sampled."""
+    entropy: float | None
+    """Mean over tokens, nats, of the policy that sampled; None where only the decoder looked."""
     score: float
     """Score as the reward model and the rule give it, before clipping and penalties."""
     gold: float | None
@@ -49,6 +50,7 @@ class Experience:
 
     sequences: list[ScoredSequence]
     mask_BR: Tensor
+    rollout_logprob_BR: Tensor
     old_logprob_BR: Tensor
     old_value_BR: Tensor
     reward_BR: Tensor
@@ -57,7 +59,7 @@ class Experience:
     return_BR: Tensor
 
     def minibatches(
-        self, *, minibatch_size: int, micro_batch_size: int, rank: int, world_size: int, seed: int
+        self, *, minibatch_size: int, batching: Batching, rank: int, world_size: int, seed: int
     ) -> Iterator[list[list[int]]]:
         """Split the sequences at random into minibatches, and each of them over ranks by length.
 
@@ -65,7 +67,7 @@ class Experience:
 
         Args:
             minibatch_size: sequences of one optimiser step, over all ranks.
-            micro_batch_size: sequences of one forward on one rank.
+            batching: how a minibatch's sequences become micro-batches.
             rank: this rank.
             world_size: number of ranks.
             seed: of the shuffle, the same on all ranks.
@@ -77,8 +79,43 @@ class Experience:
         for start in range(0, len(order), minibatch_size):
             chosen = order[start : start + minibatch_size]
             lengths = [len(self.sequences[i].prompt_ids) + len(self.sequences[i].response_ids) for i in chosen]
-            plan = micro_batches(lengths, world_size=world_size, micro_batch_size=micro_batch_size)
-            yield [[chosen[i] for i in micro] for micro in plan[rank]]
+            yield [[chosen[i] for i in micro] for micro in batching.split(lengths, world_size=world_size)[rank]]
+
+    def micro_batch(self, rows: list[int], *, pad_id: int, device: torch.device, packed: bool) -> "MicroBatch":
+        """What one forward of actor and critic trains on; without rows, one sequence outside the mask."""
+        num_columns = max((len(self.sequences[k].response_ids) for k in rows), default=1)
+
+        def pick(x_BR: Tensor) -> Tensor:
+            return (x_BR[rows] if rows else torch.zeros_like(x_BR[:1]))[:, :num_columns].to(device)
+
+        return MicroBatch(
+            batch=collate_responses(
+                [self.sequences[k].prompt_ids for k in rows],
+                [self.sequences[k].response_ids for k in rows],
+                pad_id=pad_id,
+                device=device,
+                packed=packed,
+            ),
+            mask_SR=pick(self.mask_BR),
+            rollout_logprob_SR=pick(self.rollout_logprob_BR),
+            old_logprob_SR=pick(self.old_logprob_BR),
+            old_value_SR=pick(self.old_value_BR),
+            advantage_SR=pick(self.advantage_BR),
+            return_SR=pick(self.return_BR),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """Sequences of one forward, and column by column what is known of their response tokens."""
+
+    batch: ResponseBatch
+    mask_SR: Tensor
+    rollout_logprob_SR: Tensor
+    old_logprob_SR: Tensor
+    old_value_SR: Tensor
+    advantage_SR: Tensor
+    return_SR: Tensor
 
 
 def gather_sequences(local: list[ScoredSequence]) -> list[ScoredSequence]:
@@ -113,6 +150,7 @@ def to_experience(
     return Experience(
         sequences=sequences,
         mask_BR=mask_BR,
+        rollout_logprob_BR=right_pad([s.rollout_logprob_R for s in sequences]),
         old_logprob_BR=old_logprob_BR,
         old_value_BR=old_value_BR,
         reward_BR=reward_BR,

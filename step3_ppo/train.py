@@ -7,12 +7,14 @@ import dataclasses
 import logging
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlhf import checkpoint, ds_config
 from rlhf.config import TokenizerConfig, parse_config
+from rlhf.data.batching import Batching
 from rlhf.data.dataset import PromptRow, build_dataset, report_lines
 from rlhf.data.loader import Loader, evenly_spaced
 from rlhf.distributed import all_gather_objects, rank, shutdown, world_size
@@ -22,14 +24,14 @@ from rlhf.rollout.selfcheck import check_greedy
 from rlhf.rollout.weights import lend_weights
 from rlhf.rules import rule_named
 from rlhf.run import Run
-from rlhf.stage import Language, export_model, load_language
-from step3_ppo.checks import kl_is_zero, rollout_gap
+from rlhf.stage import Language, choose_batching, export_model, load_language
+from step3_ppo.checks import kl_is_zero
 from step3_ppo.config import PPOConfig, ShapingConfig
 from step3_ppo.evaluate import answer_held_out, describe, to_samples
-from step3_ppo.experience import Experience, ScoredSequence, gather_sequences, right_pad, sequence_mask, to_experience
+from step3_ppo.experience import Experience, ScoredSequence, right_pad, sequence_mask, to_experience
 from step3_ppo.kl import KLCoefficient
 from step3_ppo.rewards import KL_ESTIMATORS, RunningScale, shape_score
-from step3_ppo.roles import Roles, build_roles, check_artifacts, check_language, load_ds_configs
+from step3_ppo.roles import Roles, build_roles, check_artifacts, check_language, load_ds_configs, model_configs
 from step3_ppo.rollout import Judges, roll_out, score_responses
 from step3_ppo.update import update
 
@@ -48,7 +50,7 @@ def train(cfg: PPOConfig) -> None:
     loader = Loader(
         prompts,
         global_batch_size=cfg.rollout.prompts_per_step,
-        micro_batch_size=1,
+        batching=Batching(max_rows=1),
         rank=rank(),
         world_size=world_size(),
         seed=cfg.run.seed,
@@ -69,20 +71,19 @@ def train(cfg: PPOConfig) -> None:
     checkpoint.resume(run, engines, parts)
     voice = trusted_voice(roles, make_voice(cfg, language, roles), rows or [prompts[0]])
     dtype = ds_config.dtype_name(ds["actor"])
+    score_batching, update_batching = make_batchings(cfg, language, ds)
 
-    evaluate = make_evaluation(cfg, roles, voice, judges, rows, run)
+    evaluate = make_evaluation(cfg, roles, voice, judges, score_batching, rows, run)
     before = run.once("before", lambda: evaluate(0, "before"))
     for step, micro_batches in run.steps(loader):
         with run.timer("rollout"):
             mine = [row for micro in micro_batches for row in micro]
-            repeated, sample_ids, responses = roll_out(
+            samples = roll_out(
                 roles, voice, mine, samples_per_prompt=cfg.rollout.samples_per_prompt, seed=cfg.run.seed, step=step
             )
         with run.timer("score"):
-            sequences = gather_sequences(
-                score_responses(
-                    roles, voice, repeated, sample_ids, responses, judges, batch_size=cfg.rollout.score_batch_size
-                )
+            sequences = score_responses(
+                roles, voice, samples, judges, batching=score_batching, rescore=cfg.rollout.old_logprobs == "rescore"
             )
             if roles.actor.step_count == 0 and not cfg.reference.path:
                 kl_is_zero(sequences, dtype=dtype)
@@ -90,11 +91,11 @@ def train(cfg: PPOConfig) -> None:
             kl_BR = penalty_kl(sequences, cfg.kl.estimator)
             experience = to_experience(sequences, score_B, kl_BR, kl_coef=kl_coef.value, gae_config=cfg.gae)
         with run.timer("update"):
-            update(roles, experience, voice, cfg.update, run, step=step, dtype=dtype)
+            update(roles, experience, voice, cfg.update, run, batching=update_batching, step=step, dtype=dtype)
         values = summarise(experience, kl_coef=kl_coef.value)
         run.metrics.set(values)
         kl_coef.update(values["ppo/kl_ref"], num_sequences=len(sequences))
-        run.count_tokens(sum(len(p.prompt_ids) + len(r.token_ids) for p, r in zip(repeated, responses, strict=True)))
+        run.count_tokens(sum(sample.num_tokens for sample in samples[rank() :: world_size()]))
         run.log(step)
         if run.every(cfg.run.eval_every, step) and step < len(loader):
             evaluate(step, "after")
@@ -120,6 +121,18 @@ def make_voice(cfg: PPOConfig, language: Language, roles: Roles) -> Voice:
     )
 
 
+def make_batchings(cfg: PPOConfig, language: Language, ds: dict[str, dict[str, Any]]) -> tuple[Batching, Batching]:
+    """How sequences become micro-batches when they are scored, and when actor and critic are trained on them."""
+    models = list(model_configs(cfg).values())
+    longest_row = cfg.data.max_prompt_tokens + cfg.data.max_response_tokens
+    micro_batch_size = min(ds_config.micro_batch_size(ds[role]) for role in ("actor", "critic"))
+    scoring, training = (
+        choose_batching(models, cfg.data, language, max_rows=max_rows, longest_row=longest_row)
+        for max_rows in (cfg.rollout.score_batch_size, micro_batch_size)
+    )
+    return scoring, training
+
+
 def make_judges(cfg: PPOConfig) -> Judges:
     """Rules by name, and their weights."""
     return Judges(
@@ -134,7 +147,13 @@ Evaluation = Callable[[int, str], dict[str, float]]
 
 
 def make_evaluation(
-    cfg: PPOConfig, roles: Roles, voice: Voice, judges: Judges, rows: Sequence[PromptRow], run: Run
+    cfg: PPOConfig,
+    roles: Roles,
+    voice: Voice,
+    judges: Judges,
+    batching: Batching,
+    rows: Sequence[PromptRow],
+    run: Run,
 ) -> Evaluation:
     """A function of (step, "before" or "after") that lets the actor answer held-out rows and writes what it said."""
     greedy = dataclasses.replace(voice, sampling=dataclasses.replace(cfg.sampling, temperature=0.0))
@@ -142,14 +161,7 @@ def make_evaluation(
 
     def evaluate(step: int, when: str) -> dict[str, float]:
         with run.timer("eval"):
-            answers = answer_held_out(
-                roles,
-                speaker,
-                rows,
-                judges,
-                batch_size=cfg.rollout.score_batch_size,
-                seed=run.seed_for("answers", 0),
-            )
+            answers = answer_held_out(roles, speaker, rows, judges, batching=batching, seed=run.seed_for("answers", 0))
         values = describe(answers)
         run.log_eval(step, {f"eval/{name}": value for name, value in values.items()})
         run.write_samples(when, to_samples(answers, rows))
@@ -211,7 +223,6 @@ def summarise(experience: Experience, *, kl_coef: float) -> dict[str, float]:
         **{f"ppo/{name}": value for name, value in describe(sequences).items()},
         "ppo/kl_coef": kl_coef,
         "ppo/reward": float(experience.reward_BR.sum()) / len(sequences),
-        "ppo/logprob_gap": rollout_gap(sequences),
         "value/explained_variance": explained_variance(experience),
     }
 

@@ -1,22 +1,34 @@
 """Training actor and critic on one rollout."""
 
-import torch
-from torch import Tensor
+import logging
 
-from rlhf.data.collate import rows_to_batch
+import torch
+
+from rlhf.data.batching import Batching
 from rlhf.distributed import all_sum, rank, world_size
+from rlhf.ops import masked_sum
 from rlhf.rollout.answers import Voice
 from rlhf.run import Run
-from step3_ppo.checks import ratio_is_one
+from step3_ppo.checks import TOLERANCE, ratio_is_one
 from step3_ppo.config import UpdateConfig
-from step3_ppo.experience import Experience
+from step3_ppo.experience import Experience, MicroBatch
 from step3_ppo.loss import policy_loss_sum, value_loss_sum
 from step3_ppo.roles import Roles
 from step3_ppo.rollout import estimate_values, score_tokens
 
+logger = logging.getLogger(__name__)
+
 
 def update(
-    roles: Roles, experience: Experience, voice: Voice, config: UpdateConfig, run: Run, *, step: int, dtype: str
+    roles: Roles,
+    experience: Experience,
+    voice: Voice,
+    config: UpdateConfig,
+    run: Run,
+    *,
+    batching: Batching,
+    step: int,
+    dtype: str,
 ) -> None:
     """Several epochs of minibatches over the rollout; each minibatch is one step of the critic and of the actor.
 
@@ -26,91 +38,106 @@ def update(
         voice: the sampling transforms.
         config: of the update.
         run: takes the metrics; names the seeds.
+        batching: how sequences become micro-batches, of actor and critic alike.
         step: number of the PPO step, from 1.
         dtype: type that the actor computes in.
     """
     trains_actor = step > config.critic_warmup_steps
-    micro_batch_size = min(roles.actor.micro_batch_size, roles.critic.micro_batch_size)
     num_skipped = 0
     num_minibatches = config.epochs * -(-len(experience.sequences) // config.minibatch_size)
     for epoch in range(config.epochs):
-        for minibatch in experience.minibatches(
+        minibatches = experience.minibatches(
             minibatch_size=config.minibatch_size,
-            micro_batch_size=micro_batch_size,
+            batching=batching,
             rank=rank(),
             world_size=world_size(),
             seed=run.seed_for(f"shuffle {epoch}", step),
-        ):
+        )
+        for number, minibatch in enumerate(minibatches):
             if num_skipped:
                 num_skipped += 1
                 continue
-            kl_old = _update_minibatch(
-                roles, experience, minibatch, voice, config, run, trains_actor=trains_actor, dtype=dtype
-            )
-            if config.target_kl and kl_old > config.target_kl:
-                num_skipped = 1
+            micro_batches = [
+                experience.micro_batch(
+                    rows, pad_id=int(voice.tokenizer.pad_token_id), device=roles.actor.device, packed=batching.packed
+                )
+                for rows in minibatch
+            ]
+            count = _global_count(micro_batches)
+            if trains_actor:
+                # Only there is the actor still the policy that sampled.
+                of_sampler = epoch == number == 0
+                kl_old = _update_actor(
+                    roles, micro_batches, voice, config, run, count=count, of_sampler=of_sampler, dtype=dtype
+                )
+                if config.target_kl and kl_old > config.target_kl:
+                    num_skipped = 1
+            _update_critic(roles, micro_batches, config, run, count=count)
     num_left_out = max(0, num_skipped - 1)
     run.metrics.add({"policy/skipped_frac": (num_left_out, num_minibatches)})
 
 
-def _update_minibatch(
+def _global_count(micro_batches: list[MicroBatch]) -> float:
+    """Response tokens of a minibatch over all ranks. Collective."""
+    return float(all_sum(torch.stack([micro.mask_SR.sum() for micro in micro_batches]).sum().double()))
+
+
+def _update_actor(
     roles: Roles,
-    experience: Experience,
-    minibatch: list[list[int]],
+    micro_batches: list[MicroBatch],
     voice: Voice,
     config: UpdateConfig,
     run: Run,
     *,
-    trains_actor: bool,
+    count: float,
+    of_sampler: bool,
     dtype: str,
 ) -> float:
-    """One optimiser step of critic and actor; returns KL of the rollout policy to the actor before it, per token."""
-    device = roles.actor.device
-    local_count = sum(int(experience.mask_BR[rows].sum()) for rows in minibatch)
-    count = float(all_sum(torch.tensor(float(local_count), device=device)))
-    kl_old_sum = torch.zeros((), device=device)
-    for i, rows in enumerate(minibatch):
-        last = i == len(minibatch) - 1
-        batch, prompt_length_B = rows_to_batch(
-            [experience.sequences[k].prompt_ids for k in rows],
-            [experience.sequences[k].response_ids for k in rows],
-            pad_id=int(voice.tokenizer.pad_token_id),
-            device=device,
+    """One optimiser step of the actor; returns KL of the rollout policy to the actor before it, nats per token.
+
+    With `of_sampler` the weights are those that sampled: how far the decoder's log-probs are from this forward's is
+    measured, and said if it is more than rounding.
+    """
+    sums = torch.zeros(2, device=roles.actor.device)
+    for i, micro in enumerate(micro_batches):
+        actor = score_tokens(roles.actor, micro.batch, voice, num_columns=micro.mask_SR.shape[1])
+        if roles.actor.step_count == 0:
+            ratio_is_one(actor.logprob_SR, micro.old_logprob_SR, micro.mask_SR, dtype=dtype)
+        loss, stats = policy_loss_sum(
+            actor.logprob_SR, micro.old_logprob_SR, micro.advantage_SR, micro.mask_SR, clip_ratio=config.clip_ratio
         )
-        num_columns = max((len(experience.sequences[k].response_ids) for k in rows), default=1)
+        entropy_sum = masked_sum(actor.entropy_SR, micro.mask_SR)
+        roles.actor.accumulate(loss - config.entropy_coef * entropy_sum, count=count, last=i == len(micro_batches) - 1)
+        run.metrics.add({**stats, "policy/entropy": (entropy_sum.detach(), micro.mask_SR.sum())})
+        run.count_padding(micro.batch.sequences)
+        gap_SR = (actor.logprob_SR.detach() - micro.rollout_logprob_SR).abs()
+        sums += torch.stack([torch.as_tensor(stats["policy/kl_old"][0]), masked_sum(gap_SR, micro.mask_SR)])
+    update = roles.actor.step()
+    run.metrics.set({"train/lr": update.lr, "train/grad_norm": update.grad_norm})
+    kl_old, gap = (all_sum(sums) / count).tolist()
+    if of_sampler:
+        run.metrics.set({"ppo/logprob_gap": gap})
+        if not gap <= TOLERANCE[dtype]:
+            logger.warning(
+                "decoder and update differ by %.2e nats per token on the same weights, more than rounding in %s "
+                "(%.0e). Set rollout.old_logprobs=rescore.", gap, dtype, TOLERANCE[dtype],
+            )  # fmt: skip
+    return float(kl_old)
 
-        def pick(x_BR: Tensor, rows: list[int] = rows, num_columns: int = num_columns) -> Tensor:
-            """The micro-batch's part; the row of an empty micro-batch is all outside the mask."""
-            return (x_BR[rows] if rows else torch.zeros_like(x_BR[:1]))[:, :num_columns].to(device)
 
-        mask_BR = pick(experience.mask_BR)
-        new_value_BR = estimate_values(roles.critic, batch, prompt_length_B, num_columns=num_columns)
-        value_loss, value_stats = value_loss_sum(
-            new_value_BR,
-            pick(experience.old_value_BR),
-            pick(experience.return_BR),
-            mask_BR,
+def _update_critic(
+    roles: Roles, micro_batches: list[MicroBatch], config: UpdateConfig, run: Run, *, count: float
+) -> None:
+    """One optimiser step of the critic."""
+    for i, micro in enumerate(micro_batches):
+        loss, stats = value_loss_sum(
+            estimate_values(roles.critic, micro.batch, num_columns=micro.mask_SR.shape[1]),
+            micro.old_value_SR,
+            micro.return_SR,
+            micro.mask_SR,
             clip_value=config.clip_value,
         )
-        roles.critic.accumulate(value_loss, count=count, last=last)
-        run.metrics.add(value_stats)
-        if not trains_actor:
-            continue
-        actor = score_tokens(roles.actor, batch, prompt_length_B, voice, num_columns=num_columns)
-        old_logprob_BR = pick(experience.old_logprob_BR)
-        if roles.actor.step_count == 0:
-            ratio_is_one(actor.logprob_BR, old_logprob_BR, mask_BR, dtype=dtype)
-        policy_loss, policy_stats = policy_loss_sum(
-            actor.logprob_BR, old_logprob_BR, pick(experience.advantage_BR), mask_BR, clip_ratio=config.clip_ratio
-        )
-        entropy_bonus = config.entropy_coef * (actor.entropy_BR * mask_BR).sum()
-        roles.actor.accumulate(policy_loss - entropy_bonus, count=count, last=last)
-        run.metrics.add(policy_stats)
-        kl_old_sum += torch.as_tensor(policy_stats["policy/kl_old"][0])
-    critic = roles.critic.step()
-    run.metrics.set({"critic/lr": critic.lr, "critic/grad_norm": critic.grad_norm})
-    if not trains_actor:
-        return 0.0
-    actor_step = roles.actor.step()
-    run.metrics.set({"train/lr": actor_step.lr, "train/grad_norm": actor_step.grad_norm})
-    return float(all_sum(kl_old_sum)) / count
+        roles.critic.accumulate(loss, count=count, last=i == len(micro_batches) - 1)
+        run.metrics.add(stats)
+    update = roles.critic.step()
+    run.metrics.set({"critic/lr": update.lr, "critic/grad_norm": update.grad_norm})

@@ -1,45 +1,80 @@
-"""Rows to padded tensors. Masks come from lengths: pad, bos and eos may share an id.
+"""Rows to tensors. Masks come from lengths: pad, bos and eos may share an id.
 
-All batches are right-padded to their longest row. A micro-batch without rows gives one row of one token without a loss,
-so that a rank that ran out of rows makes the same calls as the others.
+A batch is either packed, all sequences in one row without padding, or right-padded to its longest sequence. What comes
+of a sequence is found by its place, counted through all rows, so that whoever reads a batch need not know which it is.
+A micro-batch without rows gives one sequence of one token without a loss, so that a rank that ran out of rows makes the
+same calls as the others.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rlhf.data.dataset import PreferenceRow, SFTRow
+from rlhf.data.packing import PackedLayout
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Sequences as a model takes them."""
+
+    token_ids_BT: Tensor
+    attention_mask_BT: Tensor | None
+    """True on real tokens; None where all are."""
+    position_ids_BT: Tensor
+    layout: PackedLayout | None
+    """Of the packed row; None for padded rows."""
+    first_S: Tensor
+    """Place of each sequence's first token: its index in `token_ids_BT.flatten()`."""
+    length_S: Tensor
+    num_tokens: int
+    """Real tokens; the stand-in of an empty micro-batch is none."""
+
+    @property
+    def last_S(self) -> Tensor:
+        """Place of each sequence's last token."""
+        return self.first_S + self.length_S - 1
+
+    @property
+    def num_columns(self) -> int:
+        """Tokens that go through the model, padding included."""
+        return self.token_ids_BT.numel()
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """Keyword arguments of `Policy` and `ScalarModel`."""
+        return {
+            "token_ids_BT": self.token_ids_BT,
+            "attention_mask_BT": self.attention_mask_BT,
+            "position_ids_BT": self.position_ids_BT,
+            "layout": self.layout,
+        }
 
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """Sequences; `loss_mask_BT[:, t]` is True where token t is predicted with a loss, never at t = 0."""
+    """Sequences; `loss_mask_BT` is True where a token is predicted with a loss, never at a sequence's first."""
 
-    token_ids_BT: Tensor
-    attention_mask_BT: Tensor
-    position_ids_BT: Tensor
+    sequences: Sequences
     loss_mask_BT: Tensor
-    source_B: Tensor
+    source_S: Tensor
 
 
 @dataclass(frozen=True)
 class PreferenceBatch:
     """Prompt + response sequences, K of each prompt, and the pairs among them.
 
-    `chosen_N` and `rejected_N` are rows of the batch. Pairs of equal rank (`num_ties`) and pairs whose token ids are
-    equal after truncation (`num_truncated_ties`) are not among them.
+    `chosen_N` and `rejected_N` count sequences. Pairs of equal rank (`num_ties`) and pairs whose token ids are equal
+    after truncation (`num_truncated_ties`) are not among them.
     """
 
-    token_ids_BT: Tensor
-    attention_mask_BT: Tensor
-    position_ids_BT: Tensor
-    last_index_B: Tensor
-    response_length_B: Tensor
-    source_B: Tensor
+    sequences: Sequences
+    response_length_S: Tensor
+    source_S: Tensor
     chosen_N: Tensor
     rejected_N: Tensor
     weight_N: Tensor
@@ -50,11 +85,30 @@ class PreferenceBatch:
     num_truncated_ties: int
 
 
+@dataclass(frozen=True)
+class ResponseBatch:
+    """Prompts with their responses, for scoring."""
+
+    sequences: Sequences
+    response_mask_BT: Tensor
+    """True on response tokens, the stop token included."""
+    response_position_BT: Tensor
+    """Number of a token in its response; 0 in prompts."""
+    prompt_length_S: Tensor
+    response_length_S: Tensor
+
+    @property
+    def first_response_S(self) -> Tensor:
+        """Place of each response's first token."""
+        return self.sequences.first_S + self.prompt_length_S
+
+
 def collate_sft(
     rows: Sequence[SFTRow],
     *,
     pad_id: int,
     device: torch.device | str,
+    packed: bool,
     loss_on: Literal["responses", "all"] = "responses",
 ) -> TokenBatch:
     """Batch of step 1.
@@ -63,57 +117,78 @@ def collate_sft(
         rows: may be empty.
         pad_id: id of the padding; any id will do.
         device: of the tensors.
+        packed: one row without padding, for models that take it (`models.attention.takes_layout`).
         loss_on: `responses`: the rows' own masks; `all`: every token but the first.
     """
-    sequences = [row.token_ids for row in rows]
-    masks = [row.loss_mask if loss_on == "responses" else np.ones(len(row.token_ids), np.bool_) for row in rows]
-    return _token_batch(sequences, masks, [row.source for row in rows], pad_id=pad_id, device=device)
+    sequences, place_T = _sequences([row.token_ids for row in rows], pad_id=pad_id, device=device, packed=packed)
+    loss_mask = np.zeros(sequences.num_columns, np.bool_)
+    if rows:
+        masks = [row.loss_mask if loss_on == "responses" else np.ones(len(row.token_ids), np.bool_) for row in rows]
+        loss_mask[place_T] = np.concatenate([_but_first(mask) for mask in masks])
+    return TokenBatch(
+        sequences=sequences,
+        loss_mask_BT=_like_tokens(loss_mask, sequences),
+        source_S=torch.tensor([row.source for row in rows] or [0], device=device),
+    )
 
 
-def rows_to_batch(
+def collate_responses(
     prompt_ids: Sequence[Sequence[int]],
     response_ids: Sequence[Sequence[int]],
     *,
     pad_id: int,
     device: torch.device | str,
-) -> tuple[TokenBatch, Tensor]:
-    """Prompts with their responses, for scoring; the loss mask is True on the response tokens, the stop token included.
+    packed: bool,
+) -> ResponseBatch:
+    """Prompts with their responses, for scoring.
 
     Args:
         prompt_ids: not padded, each with at least one token; may be empty.
         response_ids: not padded, one for each prompt.
         pad_id: id of the padding.
         device: of the tensors.
+        packed: one row without padding.
 
-    Returns:
-        The batch and prompt_length_B.
+    Raises:
+        ValueError: a prompt has no token.
     """
-    sequences = [np.array([*p, *r], np.int32) for p, r in zip(prompt_ids, response_ids, strict=True)]
     lengths = [len(prompt) for prompt in prompt_ids]
     if 0 in lengths:
         raise ValueError(f"prompt {lengths.index(0)} has no token, so its response has nothing to be predicted from.")
-    masks = [np.arange(len(row)) >= length for row, length in zip(sequences, lengths, strict=True)]
-    batch = _token_batch(sequences, masks, [0] * len(sequences), pad_id=pad_id, device=device)
-    return batch, torch.tensor(lengths or [1], device=device)
+    rows = [np.array([*p, *r], np.int32) for p, r in zip(prompt_ids, response_ids, strict=True)]
+    sequences, place_T = _sequences(rows, pad_id=pad_id, device=device, packed=packed)
+    number = np.full(sequences.num_columns, -1, np.int64)
+    if rows:
+        number[place_T] = np.concatenate([np.arange(len(row)) - n for row, n in zip(rows, lengths, strict=True)])
+    return ResponseBatch(
+        sequences=sequences,
+        response_mask_BT=_like_tokens(number >= 0, sequences),
+        response_position_BT=_like_tokens(number.clip(min=0), sequences),
+        prompt_length_S=torch.tensor(lengths or [1], device=device),
+        response_length_S=torch.tensor([len(r) for r in response_ids] or [0], device=device),
+    )
 
 
-def collate_preferences(rows: Sequence[PreferenceRow], *, pad_id: int, device: torch.device | str) -> PreferenceBatch:
+def collate_preferences(
+    rows: Sequence[PreferenceRow], *, pad_id: int, device: torch.device | str, packed: bool
+) -> PreferenceBatch:
     """Batch of step 2: all responses of all rows, and all pairs of different rank of each row.
 
     Args:
         rows: may be empty.
         pad_id: id of the padding.
         device: of the tensors.
+        packed: one row without padding.
     """
-    sequences: list[np.ndarray] = []
+    token_lists: list[np.ndarray] = []
     response_lengths: list[int] = []
     sources: list[int] = []
     pairs: list[tuple[int, int, float, int]] = []
     weights: list[float] = []
     num_ties = num_truncated_ties = 0
     for row in rows:
-        first, first_pair = len(sequences), len(pairs)
-        sequences += [np.concatenate([row.prompt_ids, response]) for response in row.responses]
+        first, first_pair = len(token_lists), len(pairs)
+        token_lists += [np.concatenate([row.prompt_ids, response]) for response in row.responses]
         response_lengths += [len(response) for response in row.responses]
         sources += [row.source] * len(row.responses)
         for i in range(len(row.responses)):
@@ -127,15 +202,11 @@ def collate_preferences(rows: Sequence[PreferenceRow], *, pad_id: int, device: t
                     pairs.append((first + chosen, first + rejected, row.margin, row.source))
         num_pairs = len(pairs) - first_pair
         weights += [1 / num_pairs] * num_pairs
-    token_ids_BT, length_B = _right_pad(sequences, pad_id=pad_id, device=device)
-    attention_mask_BT, position_ids_BT = _mask_and_positions(length_B, token_ids_BT.shape[1])
+    sequences, _ = _sequences(token_lists, pad_id=pad_id, device=device, packed=packed)
     return PreferenceBatch(
-        token_ids_BT=token_ids_BT,
-        attention_mask_BT=attention_mask_BT,
-        position_ids_BT=position_ids_BT,
-        last_index_B=length_B - 1,
-        response_length_B=torch.tensor(response_lengths or [0], device=device),
-        source_B=torch.tensor(sources or [0], device=device),
+        sequences=sequences,
+        response_length_S=torch.tensor(response_lengths or [0], device=device),
+        source_S=torch.tensor(sources or [0], device=device),
         chosen_N=torch.tensor([pair[0] for pair in pairs], dtype=torch.int64, device=device),
         rejected_N=torch.tensor([pair[1] for pair in pairs], dtype=torch.int64, device=device),
         weight_N=torch.tensor(weights, dtype=torch.float32, device=device),
@@ -163,38 +234,45 @@ def left_pad(prompts: Sequence[Sequence[int]], *, pad_id: int, device: torch.dev
     return token_ids_BP.to(device), attention_mask_BP.to(device)
 
 
-def _token_batch(
-    sequences: Sequence[np.ndarray],
-    loss_masks: Sequence[np.ndarray],
-    sources: Sequence[int],
-    *,
-    pad_id: int,
-    device: torch.device | str,
-) -> TokenBatch:
-    token_ids_BT, length_B = _right_pad(sequences, pad_id=pad_id, device=device)
-    attention_mask_BT, position_ids_BT = _mask_and_positions(length_B, token_ids_BT.shape[1])
-    loss_mask = np.zeros(token_ids_BT.shape, np.bool_)
-    for row, mask in enumerate(loss_masks):
-        loss_mask[row, 1 : len(mask)] = mask[1:]  # nothing stands before token 0 to predict it from
-    return TokenBatch(
-        token_ids_BT=token_ids_BT,
-        attention_mask_BT=attention_mask_BT,
-        position_ids_BT=position_ids_BT,
-        loss_mask_BT=torch.from_numpy(loss_mask).to(device),
-        source_B=torch.tensor(list(sources) or [0], device=device),
+def _sequences(
+    token_lists: Sequence[np.ndarray], *, pad_id: int, device: torch.device | str, packed: bool
+) -> tuple[Sequences, np.ndarray]:
+    """Sequences, and the place of each of their tokens, one sequence after another.
+
+    Without sequences there is one pad token that counts as real, because attention needs one.
+    """
+    rows = list(token_lists) or [np.array([pad_id])]
+    lengths = np.array([len(row) for row in rows])
+    starts = np.concatenate([[0], lengths.cumsum()[:-1]])
+    position_T = np.concatenate([np.arange(length) for length in lengths])
+    if packed:
+        shape, first = (1, int(lengths.sum())), starts
+    else:
+        shape = (len(rows), int(lengths.max()))
+        first = np.arange(len(rows)) * shape[1]
+    place_T = np.repeat(first, lengths) + position_T
+    token_ids = np.full(shape, pad_id, np.int64)
+    token_ids.reshape(-1)[place_T] = np.concatenate(rows)
+    # Padding repeats the last position, which every position table has.
+    positions = np.minimum(np.arange(shape[1]), lengths[:, None] - 1) if not packed else position_T[None]
+    mask = None if packed else torch.from_numpy(np.arange(shape[1]) < lengths[:, None]).to(device)
+    sequences = Sequences(
+        token_ids_BT=torch.from_numpy(token_ids).to(device),
+        attention_mask_BT=mask,
+        position_ids_BT=torch.from_numpy(positions.astype(np.int64)).to(device),
+        layout=PackedLayout(lengths.tolist(), device=device) if packed else None,
+        first_S=torch.from_numpy(first.astype(np.int64)).to(device),
+        length_S=torch.from_numpy(lengths.astype(np.int64)).to(device),
+        num_tokens=int(lengths.sum()) if token_lists else 0,
     )
+    return sequences, place_T
 
 
-def _right_pad(sequences: Sequence[np.ndarray], *, pad_id: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
-    """token_ids_BT and length_B; without sequences, one pad token that counts as real, because attention needs one."""
-    rows = sequences or [np.array([pad_id])]
-    token_ids = np.full((len(rows), max(len(row) for row in rows)), pad_id, np.int64)
-    for i, row in enumerate(rows):
-        token_ids[i, : len(row)] = row
-    return torch.from_numpy(token_ids).to(device), torch.tensor([len(row) for row in rows], device=device)
+def _like_tokens(flat: np.ndarray, sequences: Sequences) -> Tensor:
+    """Numbers of places in the shape and on the device of the tokens."""
+    return torch.from_numpy(flat).view(sequences.token_ids_BT.shape).to(sequences.token_ids_BT.device)
 
 
-def _mask_and_positions(length_B: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """attention_mask_BT and position_ids_BT; padding repeats the last position, which every position table has."""
-    index_T = torch.arange(width, device=length_B.device)
-    return index_T < length_B[:, None], torch.minimum(index_T, length_B[:, None] - 1)
+def _but_first(mask: np.ndarray) -> np.ndarray:
+    """Nothing stands before a sequence's first token to predict it from."""
+    return np.concatenate([[False], mask[1:]])

@@ -11,7 +11,7 @@ from typing import Any, Generic
 import numpy as np
 import numpy.typing as npt
 
-from rlhf.data.batching import micro_batches
+from rlhf.data.batching import Batching
 from rlhf.data.dataset import RowT_co, TokenDataset
 
 
@@ -27,7 +27,7 @@ class Loader(Generic[RowT_co]):
         dataset: TokenDataset[RowT_co],
         *,
         global_batch_size: int,
-        micro_batch_size: int,
+        batching: Batching,
         rank: int,
         world_size: int,
         seed: int,
@@ -39,7 +39,7 @@ class Loader(Generic[RowT_co]):
         Args:
             dataset: training rows.
             global_batch_size: rows of a step, over all ranks.
-            micro_batch_size: most rows of a micro-batch.
+            batching: how a step's rows become micro-batches.
             rank: this process.
             world_size: number of processes.
             seed: of the order.
@@ -55,7 +55,7 @@ class Loader(Generic[RowT_co]):
             raise ValueError("epochs is infinite and max_steps is 0: the run would have no end. Set max_steps.")
         self.dataset = dataset
         self.global_batch_size = global_batch_size
-        self.micro_batch_size = micro_batch_size
+        self.batching = batching
         self.rank = rank
         self.world_size = world_size
         self.seed = seed
@@ -85,9 +85,7 @@ class Loader(Generic[RowT_co]):
         while self.consumed_rows < self.num_rows:
             end = min(self.consumed_rows + self.global_batch_size, self.num_rows)
             rows = [self.row_at(position) for position in range(self.consumed_rows, end)]
-            shares = micro_batches(
-                self.dataset.lengths[rows].tolist(), world_size=self.world_size, micro_batch_size=self.micro_batch_size
-            )
+            shares = self.batching.split(self.dataset.lengths[rows].tolist(), world_size=self.world_size)
             # Before the yield: whoever saves in the loop's body has trained on this batch.
             self.consumed_rows = end
             yield [[self.dataset[rows[i]] for i in micro] for micro in shares[self.rank]]
@@ -139,20 +137,20 @@ class Loader(Generic[RowT_co]):
 
 
 def eval_micro_batches(
-    dataset: TokenDataset[RowT_co], *, micro_batch_size: int, rank: int, world_size: int, max_rows: int
+    dataset: TokenDataset[RowT_co], *, batching: Batching, rank: int, world_size: int, max_rows: int
 ) -> Iterator[list[RowT_co]]:
     """This rank's micro-batches of an evaluation: every row once over all ranks, equally many micro-batches per rank.
 
     Args:
         dataset: the rows; none gives no micro-batch.
-        micro_batch_size: most rows of a micro-batch; those at the end may be empty.
+        batching: how the rows become micro-batches; those at the end may be empty.
         rank: this process.
         world_size: number of processes.
         max_rows: most rows; they are taken evenly from the whole set, the same ones each time.
     """
     rows = evenly_spaced(len(dataset), max_rows)
     lengths = dataset.lengths[rows].tolist() if rows else []
-    for micro in micro_batches(lengths, world_size=world_size, micro_batch_size=micro_batch_size)[rank]:
+    for micro in batching.split(lengths, world_size=world_size)[rank]:
         yield [dataset[rows[i]] for i in micro]
 
 

@@ -3,7 +3,10 @@
 import inspect
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
+
+from rlhf.data.packing import PackedLayout
 
 
 def base_of(model: nn.Module) -> nn.Module:
@@ -13,15 +16,34 @@ def base_of(model: nn.Module) -> nn.Module:
 
 
 def hidden_states(
-    model: nn.Module, *, token_ids_BT: Tensor, attention_mask_BT: Tensor, position_ids_BT: Tensor
+    model: nn.Module,
+    *,
+    token_ids_BT: Tensor,
+    attention_mask_BT: Tensor | None,
+    position_ids_BT: Tensor,
+    layout: PackedLayout | None,
 ) -> Tensor:
     """Last hidden states [B, T, D] of a model with a head, without running the head.
 
     Position ids go to every family whose forward names them. BLOOM does not: its ALiBi counts the attention mask.
     The head's owner is not called but its parts are, so that hooks on the parts (ZeRO-3, adapters) run as ever.
+
+    Args:
+        model: whose attention is `rlhf.models.attention`'s if there is a layout.
+        token_ids_BT: padded rows, or one packed row.
+        attention_mask_BT: True on real tokens; None for a packed row.
+        position_ids_BT: positions that count real tokens of each sequence.
+        layout: of a packed row; None for padded ones.
     """
     backbone = cast(Any, base_of(model)).base_model
-    kwargs: dict[str, Any] = {"attention_mask": attention_mask_BT.long(), "use_cache": False}
+    kwargs: dict[str, Any] = {"use_cache": False}
+    if layout is not None:
+        # transformers takes a mask of four dimensions as finished, and the layout does not look at it.
+        kwargs["attention_mask"] = torch.empty(1, 1, 1, 1, dtype=torch.bool, device=token_ids_BT.device)
+        kwargs["layout"] = layout
+    else:
+        assert attention_mask_BT is not None, "padded rows have a mask"
+        kwargs["attention_mask"] = attention_mask_BT.long()
     if "position_ids" in inspect.signature(backbone.forward).parameters:
         kwargs["position_ids"] = position_ids_BT
     return cast(Tensor, backbone(input_ids=token_ids_BT, **kwargs)[0])

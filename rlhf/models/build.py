@@ -32,6 +32,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.utils import logging as hf_logging
 
 from rlhf.config import ModelConfig
+from rlhf.models import attention
 from rlhf.models.lora import add_lora
 
 logger = logging.getLogger(__name__)
@@ -142,7 +143,7 @@ def build_causal_lm(cfg: ModelConfig, tokenizer: PreTrainedTokenizerBase, *, see
         FileNotFoundError: there is no such folder, or no weights in it.
         ValueError: the folder's weights are not those of the causal LM that its config describes.
     """
-    config = _read_config(cfg, tokenizer)
+    config = read_config(cfg, tokenizer)
     if cfg.path and _kind(config) == "reward":
         raise ValueError(
             f"{cfg.path} holds a reward model ({config.architectures}), a causal language model is needed here. "
@@ -172,7 +173,7 @@ def build_reward_model(cfg: ModelConfig, tokenizer: PreTrainedTokenizerBase, *, 
     Raises:
         FileNotFoundError, ValueError: as build_causal_lm.
     """
-    config = _read_config(cfg, tokenizer)
+    config = read_config(cfg, tokenizer)
     kind = _kind(config) if cfg.path else "base"
     if kind == "reward" and config.num_labels != 1:
         raise ValueError(
@@ -239,8 +240,12 @@ def _kind(config: PreTrainedConfig) -> str:
     return "reward" if any(name.endswith("ForSequenceClassification") for name in names) else "base"
 
 
-def _read_config(cfg: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
-    """The model's config with what `cfg` changes in it, before any weight exists."""
+def read_config(cfg: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
+    """The model's config with what `cfg` changes in it, before any weight exists.
+
+    Raises:
+        FileNotFoundError, ValueError: as build_causal_lm.
+    """
     if cfg.path is not None:
         check_exists(cfg.path)
         try:
@@ -286,7 +291,10 @@ def set_dropout(config: PreTrainedConfig, probability: float) -> None:
 
 
 def _attention(auto_class: Any, config: PreTrainedConfig, cfg: ModelConfig) -> str:
-    """The attention implementation asked for; `eager` where the family has no sdpa (BLOOM), the same mathematics."""
+    """The attention implementation asked for: sdpa as `attention.NAME` where the model takes layouts.
+
+    A family without sdpa (BLOOM) gets `eager`, the same mathematics.
+    """
     model_class = auto_class._model_mapping.get(type(config), None)
     if model_class is None:
         raise ValueError(
@@ -296,6 +304,9 @@ def _attention(auto_class: Any, config: PreTrainedConfig, cfg: ModelConfig) -> s
     if cfg.attention == "sdpa" and not model_class._supports_sdpa:
         logger.info("%s has no sdpa attention, eager is used", config.model_type)
         return "eager"
+    if cfg.attention == "sdpa" and attention.takes_layout(config):
+        attention.register()
+        return attention.NAME
     return cfg.attention
 
 
@@ -314,14 +325,14 @@ def _from_folder(
     auto_class: Any, path: str, config: PreTrainedConfig, cfg: ModelConfig
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """A model with loaded weights, and transformers' account of the keys."""
-    attention = _attention(auto_class, config, cfg)
+    implementation = _attention(auto_class, config, cfg)
     try:
         with _quiet_loading():
             model, info = auto_class.from_pretrained(
                 path,
                 config=config,
                 dtype=getattr(torch, cfg.dtype),
-                attn_implementation=attention,
+                attn_implementation=implementation,
                 output_loading_info=True,
             )
     except OSError as error:

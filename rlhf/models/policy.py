@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rlhf.config import SamplingConfig
+from rlhf.data.packing import PackedLayout
 from rlhf.models.backbone import base_of, hidden_states
 from rlhf.ops import entropy_from_logits, transform_logits
 
@@ -47,9 +48,10 @@ class Policy(nn.Module):
     def forward(
         self,
         token_ids_BT: Tensor,
-        attention_mask_BT: Tensor,
+        attention_mask_BT: Tensor | None,
         position_ids_BT: Tensor,
         target_mask_BT: Tensor,
+        layout: PackedLayout | None = None,
         sampling: SamplingConfig | None = None,
         response_position_BT: Tensor | None = None,
         stop_token_ids: Sequence[int] = (),
@@ -57,16 +59,21 @@ class Policy(nn.Module):
         """Score the tokens of `target_mask_BT`.
 
         Args:
-            token_ids_BT: tokens, padded on either side.
-            attention_mask_BT: True on real tokens.
-            position_ids_BT: `ops.position_ids_from_mask` of it, or positions inside a packed row.
-            target_mask_BT: True on tokens to score; never a row's first token, which nothing predicts.
+            token_ids_BT: tokens, padded on either side, or one packed row.
+            attention_mask_BT: True on real tokens; None for a packed row.
+            position_ids_BT: `ops.position_ids_from_mask` of it, or positions inside the sequences of a packed row.
+            target_mask_BT: True on tokens to score; never a sequence's first token, which nothing predicts.
+            layout: of a packed row.
             sampling: score under the distribution that sampling draws from; None scores under the model's own.
             response_position_BT: index of a token in its response; needed if sampling has min_new_tokens.
             stop_token_ids: all ids that end a response.
         """
         hidden_BTD = hidden_states(
-            self.model, token_ids_BT=token_ids_BT, attention_mask_BT=attention_mask_BT, position_ids_BT=position_ids_BT
+            self.model,
+            token_ids_BT=token_ids_BT,
+            attention_mask_BT=attention_mask_BT,
+            position_ids_BT=position_ids_BT,
+            layout=layout,
         )
         row_S, before_S = target_mask_BT[:, 1:].nonzero(as_tuple=True)
         column_S = before_S + 1

@@ -5,6 +5,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from rlhf.data.packing import PackedLayout
 from rlhf.models.backbone import base_of, hidden_states
 
 
@@ -24,19 +25,34 @@ class ScalarModel(nn.Module):
         """Config of the Hugging Face model."""
         return cast(Any, self.model).config
 
-    def forward(self, token_ids_BT: Tensor, attention_mask_BT: Tensor, position_ids_BT: Tensor) -> Tensor:
-        """Value after each token, float32; columns of padding hold numbers without meaning."""
+    def forward(
+        self,
+        token_ids_BT: Tensor,
+        attention_mask_BT: Tensor | None,
+        position_ids_BT: Tensor,
+        layout: PackedLayout | None = None,
+    ) -> Tensor:
+        """Value after each token, float32; columns of padding hold numbers without meaning. Arguments as `Policy`'s."""
         hidden_BTD = hidden_states(
-            self.model, token_ids_BT=token_ids_BT, attention_mask_BT=attention_mask_BT, position_ids_BT=position_ids_BT
+            self.model,
+            token_ids_BT=token_ids_BT,
+            attention_mask_BT=attention_mask_BT,
+            position_ids_BT=position_ids_BT,
+            layout=layout,
         )
         raw_BT = cast(Any, base_of(self.model)).score(hidden_BTD).squeeze(-1).float()
         mean, std = score_normalisation(self.config)
         return cast(Tensor, (raw_BT - mean) / std)
 
 
-def scores_at(value_BT: Tensor, last_index_B: Tensor) -> Tensor:
-    """The score of each row: its value at the last real token, whose column comes from lengths, never from ids."""
-    return value_BT.gather(1, last_index_B[:, None]).squeeze(1)
+def scores_at(value_BT: Tensor, last_S: Tensor) -> Tensor:
+    """The score of each sequence: its value at its last real token, whose place comes from lengths, never from ids.
+
+    Args:
+        value_BT: of padded rows or a packed one.
+        last_S: place of each sequence's last token, counted through all rows (`Sequences.last_S`).
+    """
+    return value_BT.flatten()[last_S]
 
 
 def score_normalisation(config: Any) -> tuple[float, float]:

@@ -103,7 +103,9 @@ METRICS: dict[str, Metric] = {
     "ppo/reward": _metric("score", "up", "Mean sum of per-token rewards of a response: shaped score minus KL penalty."),
     "ppo/kl_ref": _metric("nats", "down", "KL to the reference per response (k1, summed over its tokens)."),
     "ppo/kl_coef": _metric("", "none", "Weight of the KL penalty."),
-    "ppo/entropy": _metric("nats", "none", "Mean entropy of the sampling distribution per response token."),
+    "ppo/entropy": _metric(
+        "nats", "none", "Mean entropy of the sampling distribution per response token, over the update's minibatches."
+    ),
     "ppo/response_length": _metric("tokens", "none", "Mean response length, stop token included."),
     "ppo/stop_frac": _metric("fraction", "up", "Responses that end with a stop token or string."),
     "ppo/distinct_frac": _metric("fraction", "up", "Different responses as a share of the step's responses."),
@@ -117,7 +119,6 @@ METRICS: dict[str, Metric] = {
     "policy/clip_frac": _metric(
         "fraction", "none", "Response tokens whose policy ratio is clipped and has no gradient."
     ),
-    "policy/entropy": _metric("nats", "none", "Entropy of the sampling distribution per response token, as updated."),
     "policy/kl_old": _metric("nats", "down", "KL to the rollout policy per response token (k3)."),
     "policy/skipped_frac": _metric(
         "fraction", "none", "Minibatches left out because policy/kl_old was over the target."

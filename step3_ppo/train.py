@@ -220,7 +220,8 @@ def summarise(experience: Experience, *, kl_coef: float) -> dict[str, float]:
     """Metrics of one rollout, of all ranks."""
     sequences = experience.sequences
     return {
-        **{f"ppo/{name}": value for name, value in describe(sequences).items()},
+        # The update measures the entropy: where the decoder's log-probs are the old ones, nothing else has seen it.
+        **{f"ppo/{name}": value for name, value in describe(sequences).items() if name != "entropy"},
         "ppo/kl_coef": kl_coef,
         "ppo/reward": float(experience.reward_BR.sum()) / len(sequences),
         "value/explained_variance": explained_variance(experience),

@@ -108,7 +108,7 @@ def _update_actor(
         )
         entropy_sum = masked_sum(actor.entropy_SR, micro.mask_SR)
         roles.actor.accumulate(loss - config.entropy_coef * entropy_sum, count=count, last=i == len(micro_batches) - 1)
-        run.metrics.add({**stats, "policy/entropy": (entropy_sum.detach(), micro.mask_SR.sum())})
+        run.metrics.add({**stats, "ppo/entropy": (entropy_sum.detach(), micro.mask_SR.sum())})
         run.count_padding(micro.batch.sequences)
         gap_SR = (actor.logprob_SR.detach() - micro.rollout_logprob_SR).abs()
         sums += torch.stack([torch.as_tensor(stats["policy/kl_old"][0]), masked_sum(gap_SR, micro.mask_SR)])

@@ -27,7 +27,7 @@ LAYERS = (
     ("data.sources", "rules", "ds_config", "distributed", "ops", "report_plots", "report"),
     ("metrics", "models", "data"),
     ("engine", "run", "rollout", "checkpoint"),
-    ("stage",),
+    ("stage", "bench"),
     ("show", "cli"),
 )
 # Beside every module whose docstring says "No torch".

@@ -272,19 +272,20 @@ def test_d11_worked_example_of_masks_and_alignment() -> None:
     """D11: each line of the two tables in step3_ppo/README.md, computed by the code that step 3 runs."""
     import torch
 
-    from rlhf.data.collate import rows_to_batch
-    from rlhf.ops import masked_mean, masked_var, response_mask, to_response, whiten_with
+    from rlhf.data.collate import collate_responses
+    from rlhf.ops import masked_mean, masked_var, response_mask, to_columns, whiten_with
     from step3_ppo.advantages import gae
     from step3_ppo.rewards import token_rewards
 
-    batch, prompt_length_B = rows_to_batch([[1, 11, 12], [1, 13]], [[21, 22, 2], [2]], pad_id=2, device="cpu")
-    length_B = torch.tensor([3, 1])
+    batch = collate_responses([[1, 11, 12], [1, 13]], [[21, 22, 2], [2]], pad_id=2, device="cpu", packed=False)
+    sequences, length_B, first_B = batch.sequences, batch.response_length_S, batch.first_response_S
+    assert sequences.attention_mask_BT is not None
     mask_BR = response_mask(length_B, 3)
     # Which column of a row each response column is read from.
     column_BT = torch.arange(6).expand(2, 6)
-    logprob_from_BR = to_response(column_BT, prompt_length_B, 3)
-    value_from_BR = to_response(column_BT, prompt_length_B - 1, 3)
-    score_column_B = batch.attention_mask_BT.sum(dim=1) - 1
+    logprob_from_BR = to_columns(column_BT, first_B, length_B)
+    value_from_BR = to_columns(column_BT, first_B - 1, length_B)
+    score_column_B = sequences.length_S - 1
     kl_BR = torch.tensor([[0.2, -0.1, 0.3], [0.5, 0.0, 0.0]])
     value_BR = torch.tensor([[0.1, 0.2, 0.4], [0.0, 0.0, 0.0]])
     reward_BR = token_rewards(torch.tensor([1.0, -0.5]), kl_BR, mask_BR, kl_coef=0.1)
@@ -316,11 +317,11 @@ def test_d11_worked_example_of_masks_and_alignment() -> None:
             return [1 if bit else "." for bit in mask_BT[b]]
 
         expected = [
-            shown("token_ids_BT", batch.token_ids_BT[b].tolist()),
-            shown("attention_mask_BT", bits(batch.attention_mask_BT)),
-            shown("position_ids_BT", batch.position_ids_BT[b].tolist()),
-            shown("loss_mask_BT", bits(batch.loss_mask_BT))
-            + f" prompt_length {prompt_length_B[b]}, response_length {num}",
+            shown("token_ids_BT", sequences.token_ids_BT[b].tolist()),
+            shown("attention_mask_BT", bits(sequences.attention_mask_BT)),
+            shown("position_ids_BT", sequences.position_ids_BT[b].tolist()),
+            shown("response_mask_BT", bits(batch.response_mask_BT))
+            + f" prompt_length {batch.prompt_length_S[b]}, response_length {num}",
             shown("logprob of token", marks(logprob_from_BR)) + " -> logprob_BR columns",
             shown("value after token", marks(value_from_BR)) + " -> value_BR columns",
             shown("score", ["s" if t == score_column_B[b] else "." for t in range(6)]),

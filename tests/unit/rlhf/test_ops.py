@@ -120,11 +120,16 @@ def test_position_ids_count_real_tokens():
     assert ops.position_ids_from_mask(mask_BT).tolist() == [[0, 0, 0, 1, 2], [0, 1, 2, 2, 2], [0, 0, 0, 0, 0]]
 
 
-def test_response_columns_by_hand():
+def test_columns_by_hand():
     x_BT = torch.tensor([[10, 11, 12, 13, 14], [20, 21, 22, 0, 0], [30, 31, 32, 33, 34]])
-    # Row 1: two prompt tokens, one response token. Row 2: the response starts at the last column.
-    out_BR = ops.to_response(x_BT, torch.tensor([2, 2, 4]), 3)
-    assert out_BR.tolist() == [[12, 13, 14], [22, 0, 0], [34, 0, 0]]
+    # Row 1: two prompt tokens, one response token. Row 2: the response is the last column.
+    first, length = torch.tensor([2, 7, 14]), torch.tensor([3, 1, 1])
+    assert ops.to_columns(x_BT, first, length).tolist() == [[12, 13, 14], [22, 0, 0], [34, 0, 0]]
+    assert ops.to_columns(x_BT, first, length, 4)[:, 3].tolist() == [0, 0, 0]
+    # The same in one packed row; an empty response has no column.
+    packed = torch.tensor([[10, 11, 12, 13, 14, 20, 21, 22]])
+    first, length = torch.tensor([2, 7, 8]), torch.tensor([3, 1, 0])
+    assert ops.to_columns(packed, first, length).tolist() == [[12, 13, 14], [22, 0, 0], [0, 0, 0]]
     assert ops.response_mask(torch.tensor([3, 1, 1]), 3).tolist() == [
         [True, True, True],
         [True, False, False],
@@ -132,10 +137,11 @@ def test_response_columns_by_hand():
     ]
 
 
-def test_response_columns_of_a_mask_stay_bool_and_of_floats_carry_gradient():
-    assert ops.to_response(torch.ones(1, 3, dtype=torch.bool), torch.tensor([2]), 2).tolist() == [[True, False]]
+def test_columns_of_a_mask_stay_bool_and_of_floats_carry_gradient():
+    one, two = torch.tensor([1]), torch.tensor([2])
+    assert ops.to_columns(torch.ones(1, 3, dtype=torch.bool), two, one, 2).tolist() == [[True, False]]
     x_BT = torch.ones(1, 3, requires_grad=True)
-    ops.to_response(x_BT, torch.tensor([1]), 4).sum().backward()
+    ops.to_columns(x_BT, one, two, 4).sum().backward()
     assert x_BT.grad is not None and x_BT.grad.tolist() == [[0, 1, 1]]
 
 

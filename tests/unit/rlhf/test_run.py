@@ -16,6 +16,8 @@ import yaml
 from rlhf import distributed
 from rlhf import run as run_module
 from rlhf.config import RunConfig
+from rlhf.data.collate import collate_sft
+from rlhf.data.dataset import SFTRow
 from rlhf.run import Run
 
 
@@ -209,7 +211,8 @@ def test_batches_count_real_tokens_and_padding(tmp_path: Path) -> None:
     """Rows of 3, 1 and 2 tokens in [3, 3]: 6 real tokens, a third padding."""
     run = start(tmp_path, num_steps=1)
     with run.timer("update"):
-        run.count_batch(torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0]], dtype=torch.bool))
+        rows = [SFTRow(np.arange(n, dtype=np.int32), np.ones(n, np.bool_), 0, 0) for n in (3, 1, 2)]
+        run.count_batch(collate_sft(rows, pad_id=0, device="cpu", packed=False).sequences)
     run.log(1)
     assert lines(tmp_path)[0]["data/padding_frac"] == pytest.approx(1 / 3)
     run.finish({}, tmp_path / "model")

@@ -3,7 +3,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from step3_ppo.checks import TOLERANCE, PolicyMismatchError, check_same_policy, kl_is_zero, ratio_is_one, rollout_gap
+from step3_ppo.checks import TOLERANCE, PolicyMismatchError, check_same_policy, kl_is_zero, ratio_is_one
 from step3_ppo.experience import ScoredSequence
 
 Make = Callable[..., ScoredSequence]
@@ -46,13 +46,3 @@ def test_ratio_looks_at_response_tokens_alone() -> None:
     ratio_is_one(new.requires_grad_(), old, mask, dtype="float32")
     with pytest.raises(PolicyMismatchError, match="scoring and update before the first update"):
         ratio_is_one(old + 0.1 * mask, old, mask, dtype="float32")
-
-
-def test_gap_between_decoder_and_scorer(sequence: Make) -> None:
-    """D29: mean |difference| per token."""
-    rows = [
-        sequence((0, 0), 1, rollout_logprob_R=torch.tensor([-1.0]), old_logprob_R=torch.tensor([-1.5])),
-        sequence((1, 0), 2, rollout_logprob_R=torch.tensor([-1.0, 0.0]), old_logprob_R=torch.tensor([-0.9, 0.0])),
-    ]
-    assert rollout_gap(rows) == pytest.approx(0.2)
-    assert rollout_gap([]) == 0.0

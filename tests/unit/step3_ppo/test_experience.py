@@ -3,6 +3,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from rlhf.data.batching import Batching
 from step3_ppo.config import GAEConfig
 from step3_ppo.experience import Experience, ScoredSequence, gather_sequences, right_pad, sequence_mask, to_experience
 
@@ -54,7 +55,13 @@ def test_minibatches_hold_the_same_sequences_on_any_number_of_ranks(sequence: Ma
     found = experience_of(rows)
 
     def plan(ranks: int, rank: int, seed: int = 4) -> list[list[list[int]]]:
-        arguments = {"minibatch_size": 3, "micro_batch_size": 2, "rank": rank, "world_size": ranks, "seed": seed}
+        arguments = {
+            "minibatch_size": 3,
+            "batching": Batching(max_rows=2),
+            "rank": rank,
+            "world_size": ranks,
+            "seed": seed,
+        }
         return list(found.minibatches(**arguments))
 
     alone = [sorted(i for micro in minibatch for i in micro) for minibatch in plan(1, 0)]

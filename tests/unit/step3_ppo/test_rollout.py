@@ -3,10 +3,10 @@ import torch
 from transformers import OPTConfig, OPTForCausalLM, OPTForSequenceClassification
 
 from rlhf.config import SamplingConfig
-from rlhf.data.collate import rows_to_batch
+from rlhf.data.collate import collate_responses
 from rlhf.models.policy import Policy
 from rlhf.models.scalar_head import ScalarModel
-from step3_ppo.rollout import _equal_micro_batches, estimate_values, score_tokens
+from step3_ppo.rollout import estimate_values, score_tokens
 
 PROMPTS = [[4, 9, 3], [7], [5, 5, 8, 6, 9]]
 RESPONSES = [[8, 1], [1], [6, 4, 9, 7]]  # 1 is eos and pad
@@ -32,18 +32,18 @@ def test_scores_of_ragged_responses_equal_single_rows(config: OPTConfig) -> None
     """A8, A17, A19, D9: log-prob and entropy of responses at the sampling temperature, by plain Hugging Face rows."""
     torch.manual_seed(0)
     model = OPTForCausalLM(config).eval()
-    batch, prompt_length_B = rows_to_batch(PROMPTS, RESPONSES, pad_id=1, device="cpu")
-    found = score_tokens(Policy(model), batch, prompt_length_B, Voice(), num_columns=4)  # type: ignore[arg-type]
+    batch = collate_responses(PROMPTS, RESPONSES, pad_id=1, device="cpu", packed=False)
+    found = score_tokens(Policy(model), batch, Voice(), num_columns=4)  # type: ignore[arg-type]
     for i, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
         logits_TV = model(input_ids=torch.tensor([prompt + response])).logits[0] / 0.5
         logprob_TV = logits_TV[len(prompt) - 1 : -1].log_softmax(-1)
         expected = logprob_TV.gather(-1, torch.tensor(response)[:, None]).squeeze(-1)
-        torch.testing.assert_close(found.logprob_BR[i, : len(response)], expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(found.logprob_SR[i, : len(response)], expected, atol=1e-5, rtol=0)
         entropy = -(logprob_TV.exp() * logprob_TV).sum(-1)
-        torch.testing.assert_close(found.entropy_BR[i, : len(response)], entropy, atol=1e-5, rtol=0)
-        assert found.logprob_BR[i, len(response) :].abs().sum() == 0
-        assert found.entropy_BR[i, len(response) :].abs().sum() == 0
-    assert (found.entropy_BR >= 0).all()
+        torch.testing.assert_close(found.entropy_SR[i, : len(response)], entropy, atol=1e-5, rtol=0)
+        assert found.logprob_SR[i, len(response) :].abs().sum() == 0
+        assert found.entropy_SR[i, len(response) :].abs().sum() == 0
+    assert (found.entropy_SR >= 0).all()
 
 
 @torch.no_grad()
@@ -52,16 +52,9 @@ def test_a_value_is_the_estimate_before_its_token(config: OPTConfig) -> None:
     torch.manual_seed(0)
     config.num_labels = 1
     model = OPTForSequenceClassification(config).eval()
-    batch, prompt_length_B = rows_to_batch(PROMPTS, RESPONSES, pad_id=1, device="cpu")
-    value_BR = estimate_values(ScalarModel(model), batch, prompt_length_B, num_columns=4)  # type: ignore[arg-type]
+    batch = collate_responses(PROMPTS, RESPONSES, pad_id=1, device="cpu", packed=False)
+    value_SR = estimate_values(ScalarModel(model), batch, num_columns=4)  # type: ignore[arg-type]
     for i, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
         for t in range(len(response)):
             expected = model(input_ids=torch.tensor([prompt + response[:t]])).logits[0, 0]
-            torch.testing.assert_close(value_BR[i, t], expected, atol=1e-5, rtol=0)
-
-
-def test_micro_batches_of_one_rank_hold_every_row_once() -> None:
-    found = list(_equal_micro_batches([5, 1, 9, 3, 3], 2, device=torch.device("cpu")))
-    assert sorted(i for micro in found for i in micro) == [0, 1, 2, 3, 4]
-    assert all(len(micro) <= 2 for micro in found)
-    assert list(_equal_micro_batches([], 2, device=torch.device("cpu"))) == []
+            torch.testing.assert_close(value_SR[i, t], expected, atol=1e-5, rtol=0)

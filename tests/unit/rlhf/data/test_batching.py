@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf.data.batching import micro_batches
+from rlhf.data.batching import Batching, micro_batches, token_micro_batches
 
 LENGTHS = st.lists(st.integers(1, 500), max_size=60)
 
@@ -42,3 +42,68 @@ def test_ranks_get_like_work(lengths: list[int]) -> None:
 def test_sizes_below_one_are_refused() -> None:
     with pytest.raises(ValueError, match="got 0, 1"):
         micro_batches([1], world_size=0, micro_batch_size=1)
+
+
+def test_token_budget_by_hand() -> None:
+    """24 tokens on two ranks: longest first, each to the emptiest with room.
+
+    Of 13 tokens a rank needs one: 7 | 5, then 4 and 3 to the second and first, 3 to the second (9 against 10), 2 to the
+    first. Of 8 it needs two: 7 | 5 | 4 | 3, then 3 to the last and 2 to the third; costs 7, 6, 6, 5 dealt in turn.
+    """
+    lengths = [7, 5, 4, 3, 3, 2]
+    assert token_micro_batches(lengths, world_size=2, max_tokens=13) == [[[0, 3, 5]], [[1, 2, 4]]]
+    assert token_micro_batches(lengths, world_size=2, max_tokens=8) == [[[0], [1]], [[2, 5], [3, 4]]]
+
+
+def _tokens(ranks: list[list[list[int]]], lengths: list[int]) -> list[list[int]]:
+    return [[sum(lengths[i] for i in micro) for micro in rank] for rank in ranks]
+
+
+@given(LENGTHS, st.integers(1, 5), st.integers(1, 900))
+def test_token_budget_is_kept_and_every_row_dealt_once(lengths: list[int], world_size: int, max_tokens: int) -> None:
+    """B19, D12: only a row that is over the budget by itself exceeds it; no rank has a call fewer."""
+    ranks = token_micro_batches(lengths, world_size=world_size, max_tokens=max_tokens)
+    assert sorted(i for rank in ranks for micro in rank for i in micro) == list(range(len(lengths)))
+    assert len(ranks) == world_size and len({len(rank) for rank in ranks}) == 1 and ranks[0]
+    for rank in ranks:
+        for micro in rank:
+            assert sum(lengths[i] for i in micro) <= max_tokens or len(micro) == 1
+
+
+@given(st.lists(st.integers(1, 200), min_size=64, max_size=64), st.sampled_from([0, 64]))
+def test_micro_batches_and_ranks_cost_alike(lengths: list[int], hidden_size: int) -> None:
+    """Bins of longest-processing-time-first differ by at most the largest row; the ranks' sums by as much."""
+
+    def cost(row: int) -> float:
+        return lengths[row] * (1 + lengths[row] / (6 * hidden_size)) if hidden_size else lengths[row]
+
+    ranks = token_micro_batches(lengths, world_size=2, max_tokens=10**6, hidden_size=hidden_size)
+    assert [len(rank) for rank in ranks] == [1, 1]
+    costs = [sum(cost(i) for i in rank[0]) for rank in ranks]
+    assert abs(costs[0] - costs[1]) <= max(map(cost, range(64))) + 1e-6
+
+
+def test_attention_counts_where_rows_are_long() -> None:
+    """600 tokens of one row cost more than 600 of six: at width 10, 600 (1 + 10) against 6 x 100 (1 + 1.67)."""
+    lengths = [600, *[100] * 6]
+    plain = token_micro_batches(lengths, world_size=2, max_tokens=2000)
+    assert sorted(_tokens(plain, lengths)) == [[600], [600]]
+    wide = token_micro_batches(lengths, world_size=2, max_tokens=2000, hidden_size=10)
+    assert sorted(_tokens(wide, lengths)) == [[600], [600]]
+    lengths = [600, *[100] * 20]
+    assert sorted(_tokens(token_micro_batches(lengths, world_size=2, max_tokens=2000), lengths)) == [[1300], [1300]]
+    wide = token_micro_batches(lengths, world_size=2, max_tokens=2000, hidden_size=10)
+    assert sorted(_tokens(wide, lengths)) == [[600], [2000]]
+
+
+def test_no_rows_give_one_empty_micro_batch_each() -> None:
+    assert token_micro_batches([], world_size=2, max_tokens=5) == [[[]], [[]]]
+
+
+def test_batching_packs_where_it_has_a_budget() -> None:
+    lengths = [4, 4, 1, 1]
+    assert not Batching(max_rows=2).packed and Batching(max_rows=2, max_tokens=5).packed
+    assert Batching(max_rows=2).split(lengths, world_size=1) == micro_batches(lengths, world_size=1, micro_batch_size=2)
+    assert Batching(max_rows=1, max_tokens=10).split(lengths, world_size=1) == [[[0, 1, 2, 3]]]
+    with pytest.raises(ValueError, match="got 1, 0"):
+        token_micro_batches([1], world_size=1, max_tokens=0)

@@ -6,8 +6,9 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 from transformers import OPTConfig, OPTForCausalLM
 
-from rlhf.data.collate import collate_preferences, collate_sft, left_pad, rows_to_batch
+from rlhf.data.collate import ResponseBatch, collate_preferences, collate_responses, collate_sft, left_pad
 from rlhf.data.dataset import PreferenceRow, SFTRow
+from rlhf.ops import to_columns
 
 EOS = 2
 
@@ -24,26 +25,26 @@ def preference(prompt: list[int], responses: list[list[int]], ranks: list[float]
 
 def test_hand_worked_sft_batch() -> None:
     """Ragged, one row of one token, pad id == eos id."""
-    batch = collate_sft([sft([2, 7, 8, EOS], 2, source=1), sft([5], 0)], pad_id=EOS, device="cpu")
-    assert batch.token_ids_BT.tolist() == [[2, 7, 8, 2], [5, 2, 2, 2]]
-    assert batch.attention_mask_BT.tolist() == [[True] * 4, [True, False, False, False]]
-    assert batch.position_ids_BT.tolist() == [[0, 1, 2, 3], [0, 0, 0, 0]]
+    batch = collate_sft([sft([2, 7, 8, EOS], 2, source=1), sft([5], 0)], pad_id=EOS, device="cpu", packed=False)
+    assert batch.sequences.token_ids_BT.tolist() == [[2, 7, 8, 2], [5, 2, 2, 2]]
+    assert batch.sequences.attention_mask_BT.tolist() == [[True] * 4, [True, False, False, False]]
+    assert batch.sequences.position_ids_BT.tolist() == [[0, 1, 2, 3], [0, 0, 0, 0]]
     assert batch.loss_mask_BT.tolist() == [[False, False, True, True], [False] * 4]
-    assert batch.source_B.tolist() == [1, 0]
-    assert batch.token_ids_BT.dtype == torch.int64 and batch.loss_mask_BT.dtype == torch.bool
+    assert batch.source_S.tolist() == [1, 0]
+    assert batch.sequences.token_ids_BT.dtype == torch.int64 and batch.loss_mask_BT.dtype == torch.bool
 
 
 def test_the_true_eos_has_a_loss_when_pad_is_eos() -> None:
     """A4: the mask comes from lengths, so the stop token is trained on and the padding behind it is not."""
-    batch = collate_sft([sft([2, 7, EOS], 1), sft([2, 7, 8, 9, EOS], 1)], pad_id=EOS, device="cpu")
+    batch = collate_sft([sft([2, 7, EOS], 1), sft([2, 7, 8, 9, EOS], 1)], pad_id=EOS, device="cpu", packed=False)
     assert batch.loss_mask_BT[0].tolist() == [False, True, True, False, False]
     assert batch.loss_mask_BT[1].tolist() == [False, True, True, True, True]
 
 
 def test_the_first_token_never_has_a_loss() -> None:
-    batch = collate_sft([sft([2, 7, EOS], 0)], pad_id=1, device="cpu", loss_on="all")
+    batch = collate_sft([sft([2, 7, EOS], 0)], pad_id=1, device="cpu", packed=False, loss_on="all")
     assert batch.loss_mask_BT.tolist() == [[False, True, True]]
-    batch = collate_sft([sft([2, 7, EOS], 2)], pad_id=1, device="cpu", loss_on="all")
+    batch = collate_sft([sft([2, 7, EOS], 2)], pad_id=1, device="cpu", packed=False, loss_on="all")
     assert batch.loss_mask_BT.tolist() == [[False, True, True]]
 
 
@@ -57,12 +58,16 @@ def test_a_padded_row_has_the_loss_of_the_bare_row() -> None:
     model = OPTForCausalLM(config).eval()
 
     def loss(rows: list[SFTRow]) -> torch.Tensor:
-        batch = collate_sft(rows, pad_id=EOS, device="cpu")
+        batch = collate_sft(rows, pad_id=EOS, device="cpu", packed=False)
         with torch.no_grad():
             logits_BTV = model(
-                batch.token_ids_BT, attention_mask=batch.attention_mask_BT, position_ids=batch.position_ids_BT
+                batch.sequences.token_ids_BT,
+                attention_mask=batch.sequences.attention_mask_BT,
+                position_ids=batch.sequences.position_ids_BT,
             ).logits
-        loss_BT = F.cross_entropy(logits_BTV[:, :-1].transpose(1, 2), batch.token_ids_BT[:, 1:], reduction="none")
+        loss_BT = F.cross_entropy(
+            logits_BTV[:, :-1].transpose(1, 2), batch.sequences.token_ids_BT[:, 1:], reduction="none"
+        )
         return (loss_BT * batch.loss_mask_BT[:, 1:])[0].sum()
 
     bare = sft([2, 7, EOS], 1)
@@ -83,16 +88,55 @@ def test_prompts_are_left_padded_in_order() -> None:
         left_pad([], pad_id=0, device="cpu")
 
 
+def scoring(prompts: list[list[int]], responses: list[list[int]], **options: Any) -> ResponseBatch:
+    return collate_responses(prompts, responses, **{"pad_id": EOS, "device": "cpu", "packed": False, **options})
+
+
 def test_hand_worked_scoring_batch() -> None:
     """The stop token is in the mask; prompts are right-padded with their responses, without padding between them."""
-    batch, prompt_length_B = rows_to_batch([[2, 5], [2]], [[7, EOS], [8, 9, EOS]], pad_id=EOS, device="cpu")
-    assert batch.token_ids_BT.tolist() == [[2, 5, 7, 2], [2, 8, 9, 2]]
-    assert batch.loss_mask_BT.tolist() == [[False, False, True, True], [False, True, True, True]]
-    assert prompt_length_B.tolist() == [2, 1]
-    batch, _ = rows_to_batch([[2, 5], [2]], [[], [8]], pad_id=EOS, device="cpu")
-    assert batch.loss_mask_BT.tolist() == [[False, False], [False, True]]
+    batch = scoring([[2, 5], [2]], [[7, EOS], [8, 9, EOS]])
+    assert batch.sequences.token_ids_BT.tolist() == [[2, 5, 7, 2], [2, 8, 9, 2]]
+    assert batch.response_mask_BT.tolist() == [[False, False, True, True], [False, True, True, True]]
+    assert batch.response_position_BT.tolist() == [[0, 0, 0, 1], [0, 0, 1, 2]]
+    assert batch.prompt_length_S.tolist() == [2, 1] and batch.response_length_S.tolist() == [2, 3]
+    assert batch.first_response_S.tolist() == [2, 5]
+    batch = scoring([[2, 5], [2]], [[], [8]])
+    assert batch.response_mask_BT.tolist() == [[False, False], [False, True]]
     with pytest.raises(ValueError, match="prompt 1 has no token"):
-        rows_to_batch([[2], []], [[1], [1]], pad_id=0, device="cpu")
+        scoring([[2], []], [[1], [1]], pad_id=0)
+
+
+def test_hand_worked_packed_row() -> None:
+    """The same sequences in one row: nothing is padding, positions start again, places count through the row."""
+    batch = scoring([[2, 5], [2]], [[7, EOS], [8, 9, EOS]], packed=True)
+    sequences = batch.sequences
+    assert sequences.token_ids_BT.tolist() == [[2, 5, 7, 2, 2, 8, 9, 2]]
+    assert sequences.position_ids_BT.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3]]
+    assert sequences.attention_mask_BT is None
+    assert sequences.layout is not None and sequences.layout.lengths == [4, 4]
+    assert batch.response_mask_BT.int().tolist() == [[0, 0, 1, 1, 0, 1, 1, 1]]
+    assert batch.response_position_BT.tolist() == [[0, 0, 0, 1, 0, 0, 1, 2]]
+    assert (sequences.first_S.tolist(), sequences.last_S.tolist()) == ([0, 4], [3, 7])
+    assert batch.first_response_S.tolist() == [2, 5]
+    assert sequences.num_tokens == sequences.num_columns == 8
+
+
+def test_packed_and_padded_batches_hold_the_same_sequences() -> None:
+    """Ragged, one of one token, pad id == eos id: found by their places, tokens, positions and masks are equal."""
+    rows = [sft([2, 7, 8, EOS], 2, source=1), sft([5], 0), sft([EOS, EOS, 4], 1)]
+    answers = [preference([2, 5], [[7, EOS], [8, 9, 9, EOS]], [0.0, 1.0]), preference([2], [[7], [8]], [1.0, 0.0])]
+    for collate, members in ((collate_sft, rows), (collate_preferences, answers)):
+        packed, padded = (collate(members, pad_id=EOS, device="cpu", packed=p) for p in (True, False))  # type: ignore[operator]
+        assert padded.sequences.num_tokens == packed.sequences.num_tokens == packed.sequences.num_columns
+        fields = [(batch.sequences.token_ids_BT, batch.sequences.position_ids_BT) for batch in (packed, padded)]
+        if collate is collate_sft:
+            fields = [(*f, batch.loss_mask_BT) for f, batch in zip(fields, (packed, padded), strict=True)]
+        for one, two in zip(*fields, strict=True):
+            found = [
+                to_columns(x, batch.sequences.first_S, batch.sequences.length_S)
+                for x, batch in ((one, packed), (two, padded))
+            ]
+            assert torch.equal(*found)
 
 
 def test_hand_worked_preference_batch() -> None:
@@ -100,16 +144,17 @@ def test_hand_worked_preference_batch() -> None:
         preference([2, 5], [[7, EOS], [8, 9, 9, EOS]], [0.0, 1.0], margin=0.5, source=1),
         preference([2], [[7], [8]], [1.0, 0.0]),
     ]
-    batch = collate_preferences(rows, pad_id=EOS, device="cpu")
-    assert batch.token_ids_BT.tolist() == [
+    batch = collate_preferences(rows, pad_id=EOS, device="cpu", packed=False)
+    assert batch.sequences.token_ids_BT.tolist() == [
         [2, 5, 7, 2, 2, 2],
         [2, 5, 8, 9, 9, 2],
         [2, 7, 2, 2, 2, 2],
         [2, 8, 2, 2, 2, 2],
     ]
-    assert batch.last_index_B.tolist() == [3, 5, 1, 1]
-    assert batch.response_length_B.tolist() == [2, 4, 1, 1]
-    assert batch.source_B.tolist() == [1, 1, 0, 0]
+    assert batch.sequences.first_S.tolist() == [0, 6, 12, 18]
+    assert batch.sequences.last_S.tolist() == [3, 11, 13, 19]
+    assert batch.response_length_S.tolist() == [2, 4, 1, 1]
+    assert batch.source_S.tolist() == [1, 1, 0, 0]
     assert (batch.chosen_N.tolist(), batch.rejected_N.tolist()) == ([1, 2], [0, 3])
     assert (batch.margin_N.tolist(), batch.source_N.tolist()) == ([0.5, 0.0], [1, 0])
     assert (batch.num_ties, batch.num_truncated_ties) == (0, 0)
@@ -119,21 +164,25 @@ def test_the_score_is_read_at_the_last_token_whatever_ids_stand_there() -> None:
     """A5, A21: eos inside the prompt, eos == pad, no bos: the index is length - 1."""
     rows = [preference([EOS, EOS, 5], [[7, EOS], [EOS]], [1.0, 0.0]), preference([9], [[EOS, EOS], [4]], [1.0, 0.0])]
     for pad_id in (EOS, 0, 9):
-        batch = collate_preferences(rows, pad_id=pad_id, device="cpu")
-        assert batch.last_index_B.tolist() == [4, 3, 2, 1]
-        assert batch.attention_mask_BT.sum(1).tolist() == [5, 4, 3, 2]
+        batch = collate_preferences(rows, pad_id=pad_id, device="cpu", packed=False)
+        assert (batch.sequences.last_S - batch.sequences.first_S).tolist() == [4, 3, 2, 1]
+        assert batch.sequences.attention_mask_BT.sum(1).tolist() == [5, 4, 3, 2]
 
 
 def test_four_answers_give_six_pairs_in_one_batch_of_four() -> None:
     """C15: K ranked answers are K rows, not 2 x 6."""
-    batch = collate_preferences([preference([2], [[3], [4], [5], [6]], [0.0, 3.0, 2.0, 1.0])], pad_id=0, device="cpu")
-    assert batch.token_ids_BT.shape == (4, 2)
+    batch = collate_preferences(
+        [preference([2], [[3], [4], [5], [6]], [0.0, 3.0, 2.0, 1.0])], pad_id=0, device="cpu", packed=False
+    )
+    assert batch.sequences.token_ids_BT.shape == (4, 2)
     pairs = set(zip(batch.chosen_N.tolist(), batch.rejected_N.tolist(), strict=True))
     assert pairs == {(1, 0), (2, 0), (3, 0), (1, 2), (1, 3), (2, 3)}
 
 
 def test_ties_and_pairs_equal_after_truncation_are_counted_and_left_out() -> None:
-    batch = collate_preferences([preference([2], [[3], [4], [3], [5]], [1.0, 1.0, 0.0, 0.0])], pad_id=0, device="cpu")
+    batch = collate_preferences(
+        [preference([2], [[3], [4], [3], [5]], [1.0, 1.0, 0.0, 0.0])], pad_id=0, device="cpu", packed=False
+    )
     assert (batch.num_ties, batch.num_truncated_ties) == (2, 1)
     assert set(zip(batch.chosen_N.tolist(), batch.rejected_N.tolist(), strict=True)) == {(0, 3), (1, 2), (1, 3)}
 
@@ -141,9 +190,11 @@ def test_ties_and_pairs_equal_after_truncation_are_counted_and_left_out() -> Non
 def test_answers_that_differ_at_once_and_in_length_have_one_score_each() -> None:
     """C1, C2: no common first token, lengths 5 and 50; the loss has no gradient at padding or inner tokens."""
     rows = [preference([], [[7] * 5, [8] * 50], [1.0, 0.0]), preference([3], [[4], [5] * 9], [0.0, 1.0])]
-    batch = collate_preferences(rows, pad_id=7, device="cpu")
-    value_BT = torch.randn(batch.token_ids_BT.shape, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    score_B = value_BT.gather(1, batch.last_index_B[:, None])[:, 0]
+    batch = collate_preferences(rows, pad_id=7, device="cpu", packed=False)
+    value_BT = torch.randn(
+        batch.sequences.token_ids_BT.shape, generator=torch.Generator().manual_seed(0)
+    ).requires_grad_()
+    score_B = value_BT.flatten()[batch.sequences.last_S]
     (-F.logsigmoid(score_B[batch.chosen_N] - score_B[batch.rejected_N])).sum().backward()
     assert value_BT.grad is not None
     assert (value_BT.grad != 0).nonzero().tolist() == [[0, 4], [1, 49], [2, 1], [3, 9]]
@@ -151,18 +202,20 @@ def test_answers_that_differ_at_once_and_in_length_have_one_score_each() -> None
 
 def test_micro_batches_without_rows_make_the_same_calls() -> None:
     """B19, D12: one token that attention may look at, without a loss or a pair."""
-    batch = collate_sft([], pad_id=1, device="cpu")
-    assert batch.token_ids_BT.tolist() == [[1]]
-    assert batch.attention_mask_BT.tolist() == [[True]]
+    batch = collate_sft([], pad_id=1, device="cpu", packed=False)
+    assert batch.sequences.token_ids_BT.tolist() == [[1]]
+    assert batch.sequences.attention_mask_BT.tolist() == [[True]]
     assert batch.loss_mask_BT.tolist() == [[False]]
-    assert batch.source_B.tolist() == [0]
-    scoring, prompt_length_B = rows_to_batch([], [], pad_id=1, device="cpu")
-    assert (scoring.token_ids_BT.tolist(), scoring.loss_mask_BT.tolist()) == ([[1]], [[False]])
-    assert prompt_length_B.tolist() == [1]
-    preferences = collate_preferences([], pad_id=1, device="cpu")
-    assert preferences.token_ids_BT.tolist() == [[1]]
-    assert preferences.last_index_B.tolist() == [0]
-    assert preferences.response_length_B.tolist() == [0]
+    assert batch.source_S.tolist() == [0]
+    assert batch.sequences.num_tokens == 0
+    for packed in (False, True):
+        answers = scoring([], [], pad_id=1, packed=packed)
+        assert (answers.sequences.token_ids_BT.tolist(), answers.response_mask_BT.tolist()) == ([[1]], [[False]])
+        assert answers.prompt_length_S.tolist() == [1] and answers.response_length_S.tolist() == [0]
+    preferences = collate_preferences([], pad_id=1, device="cpu", packed=False)
+    assert preferences.sequences.token_ids_BT.tolist() == [[1]]
+    assert preferences.sequences.last_S.tolist() == [0]
+    assert preferences.response_length_S.tolist() == [0]
     assert preferences.chosen_N.shape == preferences.rejected_N.shape == preferences.margin_N.shape == (0,)
     assert preferences.chosen_N.dtype == torch.int64
 
@@ -180,7 +233,9 @@ def test_padding_side_of_the_tokenizer_does_not_matter(opt_tokenizer: Any) -> No
         for text in ("a", "b b b b"):
             ids, mask = template.encode_conversation([Message("user", "q"), Message("assistant", text)])
             rows.append(SFTRow(np.array(ids, np.int32), np.array(mask), 0, 0))
-        batches.append(collate_sft(rows, pad_id=opt_tokenizer.pad_token_id, device="cpu"))
-    assert torch.equal(batches[0].token_ids_BT, batches[1].token_ids_BT)
+        batches.append(collate_sft(rows, pad_id=opt_tokenizer.pad_token_id, device="cpu", packed=False))
+    assert torch.equal(batches[0].sequences.token_ids_BT, batches[1].sequences.token_ids_BT)
     assert torch.equal(batches[0].loss_mask_BT, batches[1].loss_mask_BT)
-    assert batches[0].attention_mask_BT[0].tolist() == sorted(batches[0].attention_mask_BT[0].tolist(), reverse=True)
+    assert batches[0].sequences.attention_mask_BT[0].tolist() == sorted(
+        batches[0].sequences.attention_mask_BT[0].tolist(), reverse=True
+    )

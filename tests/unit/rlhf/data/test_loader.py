@@ -8,6 +8,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.config import DataConfig, SourceConfig, SplitConfig
+from rlhf.data.batching import Batching
 from rlhf.data.dataset import SFTRow, TokenDataset, build_dataset
 from rlhf.data.loader import Loader, eval_micro_batches
 from rlhf.data.template import load_template
@@ -36,7 +37,14 @@ def make_dataset(
 
 
 def loader(dataset: TokenDataset[SFTRow], **fields: Any) -> Loader[SFTRow]:
-    defaults = {"global_batch_size": 4, "micro_batch_size": 2, "rank": 0, "world_size": 1, "seed": 1, "epochs": 1}
+    defaults = {
+        "global_batch_size": 4,
+        "batching": Batching(max_rows=2),
+        "rank": 0,
+        "world_size": 1,
+        "seed": 1,
+        "epochs": 1,
+    }
     return Loader(dataset, **{**defaults, **fields})
 
 
@@ -61,7 +69,7 @@ def test_every_row_once_an_epoch_and_the_last_batch_is_smaller(make_dataset: Mak
 def test_five_rows_two_ranks(make_dataset: MakeDataset) -> None:
     """B19: 5 rows, batches of 2 on 2 ranks: equally many micro-batches on both, the last one empty on one of them."""
     dataset = make_dataset(5)
-    ranks = [list(loader(dataset, rank=r, world_size=2, micro_batch_size=1)) for r in range(2)]
+    ranks = [list(loader(dataset, rank=r, world_size=2, batching=Batching(max_rows=1))) for r in range(2)]
     assert [[len(micro) for micro in step] for step in ranks[0]] == [[1, 1], [1]]
     assert [[len(micro) for micro in step] for step in ranks[1]] == [[1, 1], [0]]
     rows = [row.index for rank in ranks for step in rank for micro in step for row in micro]
@@ -74,7 +82,8 @@ def test_a_step_holds_the_same_rows_on_any_number_of_ranks(make_dataset: MakeDat
     expected = steps(loader(dataset))
     for world_size in (1, 2, 3):
         ranks = [
-            loader(dataset, rank=r, world_size=world_size, micro_batch_size=micro_batch_size) for r in range(world_size)
+            loader(dataset, rank=r, world_size=world_size, batching=Batching(max_rows=micro_batch_size))
+            for r in range(world_size)
         ]
         assert steps(*ranks) == expected
 
@@ -180,7 +189,9 @@ def test_evaluation_sees_every_row_once_over_all_ranks(
     """C5: ranks share the rows, and all make equally many calls."""
     dataset = make_dataset(8)
     ranks = [
-        list(eval_micro_batches(dataset, micro_batch_size=2, rank=r, world_size=world_size, max_rows=max_rows))
+        list(
+            eval_micro_batches(dataset, batching=Batching(max_rows=2), rank=r, world_size=world_size, max_rows=max_rows)
+        )
         for r in range(world_size)
     ]
     assert len({len(rank) for rank in ranks}) == 1
@@ -190,14 +201,14 @@ def test_evaluation_sees_every_row_once_over_all_ranks(
 
 def test_a_part_of_the_evaluation_covers_all_sources(make_dataset: MakeDataset) -> None:
     dataset = make_dataset(10, 10)
-    batches = eval_micro_batches(dataset, micro_batch_size=4, rank=0, world_size=1, max_rows=4)
+    batches = eval_micro_batches(dataset, batching=Batching(max_rows=4), rank=0, world_size=1, max_rows=4)
     assert Counter(row.source for micro in batches for row in micro) == {0: 2, 1: 2}
 
 
 def test_evaluation_of_no_rows_has_no_batches(make_dataset: MakeDataset) -> None:
     """B8: an evaluation set or a limit of 0 rows."""
     dataset = make_dataset(8)
-    assert list(eval_micro_batches(dataset, micro_batch_size=2, rank=0, world_size=2, max_rows=0)) == []
+    assert list(eval_micro_batches(dataset, batching=Batching(max_rows=2), rank=0, world_size=2, max_rows=0)) == []
 
 
 def test_sources_are_mixed_anew_each_epoch(make_dataset: MakeDataset) -> None:

@@ -255,7 +255,7 @@ def test_a_family_without_sdpa_uses_eager(families: Any, tokenizer: Any):
         name: build.build_causal_lm(ModelConfig(config=families[name]), tokenizer, seed=1).config._attn_implementation
         for name in ("bloom", "opt")
     }
-    assert attention == {"bloom": "eager", "opt": "sdpa"}
+    assert attention == {"bloom": "eager", "opt": "rlhf"}, "rlhf is sdpa, and takes layouts"
 
 
 def test_rows_have_to_fit_the_models_positions(family: dict[str, Any]):

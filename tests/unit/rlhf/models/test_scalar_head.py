@@ -19,9 +19,10 @@ def reward_model(make: Any, config: dict[str, Any], **options: Any) -> PreTraine
 
 
 def last_index(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Column of each row's last real token."""
+    """Place of each row's last real token."""
     mask_BT = batch["attention_mask_BT"].long()
-    return (mask_BT * torch.arange(mask_BT.shape[1])).argmax(-1)
+    num_rows, width = mask_BT.shape
+    return (mask_BT * torch.arange(width)).argmax(-1) + width * torch.arange(num_rows)
 
 
 def score(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -63,7 +64,7 @@ def test_a5_score_is_at_the_last_real_token_whatever_the_pad_id(families: Any, m
     model = reward_model(make, families["opt"])
     row = torch.tensor([0, 10, 11, 1])
     batch = make.pad([row, make.rows(9)[0]], pad_id=pad_id)
-    assert last_index(batch).tolist() == [3, 8]
+    assert last_index(batch).tolist() == [3, 9 + 8]
     assert score(model, batch)[0].item() == pytest.approx(score(model, make.pad([row]))[0].item(), abs=TOLERANCE)
 
 
@@ -89,7 +90,7 @@ def test_a5_shared_pad_and_eos_keeps_hugging_face_from_pooling_one_token_early(
 
 def test_only_the_value_at_the_last_token_gets_gradient():
     value_BT = torch.zeros(2, 4, requires_grad=True)
-    scores_at(value_BT, torch.tensor([3, 1])).sum().backward()
+    scores_at(value_BT, torch.tensor([3, 5])).sum().backward()
     assert value_BT.grad is not None and value_BT.grad.tolist() == [[0, 0, 0, 1], [0, 1, 0, 0]]
 
 

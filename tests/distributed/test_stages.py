@@ -18,6 +18,7 @@ from rlhf.engine import NonFiniteError
 from rlhf.rollout.decode import Response
 from step1_sft import train as sft_program
 from step2_reward import train as reward_program
+from step3_ppo import rollout as ppo_rollout
 from step3_ppo import train as ppo_program
 from tests.distributed.harness import Ranks
 from tests.stages import (
@@ -264,17 +265,17 @@ def resume_job(folder: Path) -> None:
 def stop_at_once_job(folder: Path) -> list[list[int]]:
     """PPO in which rank 1 answers with the stop token alone and rank 0 as ever."""
     engine.setup(timeout_seconds=40)
-    roll_out = ppo_program.roll_out
+    draw_responses = ppo_rollout.draw_responses
 
     def speechless(roles: Any, voice: Any, *arguments: Any, **named: Any) -> Any:
-        prompts, sample_ids, responses = roll_out(roles, voice, *arguments, **named)
+        responses = draw_responses(roles, voice, *arguments, **named)
         if distributed.rank() == 1:
             stop = voice.template.stop_token_id
             responses = [Response(token_ids=[stop], logprobs=[-1.0], stopped=True) for _ in responses]
-        return prompts, sample_ids, responses
+        return responses
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ppo_program, "roll_out", speechless)
+        patch.setattr(ppo_rollout, "draw_responses", speechless)
         said = ppo(folder, "cpu_zero3", run__out_dir=str(folder / "stop_at_once"))
     return [sorted(len(ids) for ids in step) for step in said]
 

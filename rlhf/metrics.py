@@ -53,6 +53,7 @@ METRICS: dict[str, Metric] = {
     "time/step_seconds": _metric(
         "s", "down", "Wall seconds of one step, evaluation excluded; mean since the last line."
     ),
+    "time/input_seconds": _metric("s", "down", "Seconds of waiting for the rows of a step since the last line."),
     "time/rollout_seconds": _metric("s", "down", "Seconds of generating responses since the last line."),
     "time/score_seconds": _metric("s", "down", "Seconds of scoring responses (four models) since the last line."),
     "time/update_seconds": _metric("s", "down", "Seconds of forward, backward and optimiser since the last line."),

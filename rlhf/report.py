@@ -25,12 +25,13 @@ STAGES = {
     "step3_ppo": "Step 3: PPO",
 }
 PHASES = {
+    "input": "input",
     "rollout": "rollout",
     "score": "scoring",
     "update": "update",
     "eval": "evaluation",
     "startup": "start-up",
-    "other": "other (data, saving)",
+    "other": "other (saving)",
 }
 _NUM_SAMPLES = 8
 

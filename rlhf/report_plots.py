@@ -15,7 +15,7 @@ ACCENT = "#0b6b78"
 INK = "#23272e"
 GREY = "#7d8590"
 LIGHT = "#e4e7eb"
-SHADES = ("#0b6b78", "#4f97a1", "#92c0c7", "#c9dfe2", "#c7ccd3", "#e4e7eb")
+SHADES = ("#063b42", "#0b6b78", "#4f97a1", "#92c0c7", "#c9dfe2", "#c7ccd3", "#e4e7eb")
 
 # Any: matplotlib types each key.
 _STYLE: Any = {
@@ -131,7 +131,7 @@ def stacked_seconds(stages: Mapping[str, Mapping[str, float]], phases: Mapping[s
             label = phases[phase] if row == 0 else None
             axes.barh(row, width, left=left, height=0.62, color=colour, label=label, edgecolor="white", linewidth=0.6)
             if width > 0.05 * longest:
-                text_colour = "white" if colour in SHADES[:2] else INK
+                text_colour = "white" if colour in SHADES[:3] else INK
                 axes.text(
                     left + width / 2,
                     row,

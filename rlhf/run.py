@@ -6,7 +6,6 @@ all seconds are those of the slowest rank.
 """
 
 import hashlib
-import itertools
 import json
 import logging
 import os
@@ -35,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 Batch = TypeVar("Batch")
 
-PHASES = ("rollout", "score", "update", "eval")
+PHASES = ("input", "rollout", "score", "update", "eval")
 _OUR_LOGGERS = ("rlhf", "step1_sft", "step2_reward", "step3_ppo", "__main__")
 _RECORDS = ("metrics.jsonl", "samples.jsonl", "histograms.json", "result.json", "state", "model")
 _SAMPLE_KEYS = {"prompt", "response", "stopped", "score", "gold"}
@@ -187,9 +186,15 @@ class Run:
         return self._first_step
 
     def steps(self, batches: Iterable[Batch]) -> Iterator[tuple[int, Batch]]:
-        """The batches that are left, each with the number of steps that will have been made after it."""
-        left = itertools.islice(batches, self.num_steps - self._first_step)
-        return enumerate(left, start=self._first_step + 1)
+        """The batches that are left, each with the number of steps that will have been made after it.
+
+        Waiting for a batch counts as `time/input_seconds`.
+        """
+        left = iter(batches)
+        for step in range(self._first_step + 1, self.num_steps + 1):
+            with self.timer("input"):
+                batch = next(left)
+            yield step, batch
 
     def count_tokens(self, num_tokens: Tensor | int) -> None:
         """Count real tokens (no padding) that this rank trained on; a tensor stays on its device."""

@@ -12,10 +12,11 @@ import torch
 from rlhf import checkpoint, ds_config
 from rlhf.config import parse_config
 from rlhf.data.batching import Batching
-from rlhf.data.collate import collate_sft
-from rlhf.data.dataset import build_dataset, report_lines
+from rlhf.data.collate import TokenBatch, collate_sft
+from rlhf.data.dataset import SFTRow, build_dataset, report_lines
 from rlhf.data.loader import Loader, evenly_spaced
-from rlhf.distributed import all_sum, rank, shutdown, world_size
+from rlhf.data.prefetch import Prefetch
+from rlhf.distributed import all_sum, device, rank, shutdown, world_size
 from rlhf.engine import TrainEngine, setup, zero3_init
 from rlhf.models.build import build_causal_lm, check_length_fits
 from rlhf.models.policy import Policy
@@ -41,7 +42,7 @@ def train(cfg: SFTConfig) -> None:
         max_rows=ds_config.micro_batch_size(ds),
         longest_row=int(dataset.lengths.max(initial=1)),
     )
-    loader = Loader(
+    order = Loader(
         dataset,
         global_batch_size=cfg.global_batch_size,
         batching=batching,
@@ -51,6 +52,14 @@ def train(cfg: SFTConfig) -> None:
         epochs=cfg.epochs,
         max_steps=cfg.max_steps,
     )
+
+    def collate(micro_batches: list[list[SFTRow]]) -> list[TokenBatch]:
+        return [
+            collate_sft(rows, pad_id=language.pad_id, device=device(), packed=batching.packed, loss_on=cfg.loss_on)
+            for rows in micro_batches
+        ]
+
+    loader = Prefetch(order, collate)
     run = Run.start(cfg, stage="step1_sft", ds_configs={"": ds}, num_steps=len(loader))
     run.write_data_report(dataset.report, report_lines(dataset.report))
     with zero3_init(ds):
@@ -61,18 +70,8 @@ def train(cfg: SFTConfig) -> None:
     checkpoint.resume(run, {"policy": policy}, {"loader": loader})
     before = run.once("before", lambda: evaluate(0, answers=False))
 
-    for step, micro_batches in run.steps(loader):
+    for step, batches in run.steps(loader):
         with run.timer("update"):
-            batches = [
-                collate_sft(
-                    rows,
-                    pad_id=language.pad_id,
-                    device=policy.device,
-                    packed=batching.packed,
-                    loss_on=cfg.loss_on,
-                )
-                for rows in micro_batches
-            ]
             count = all_sum(torch.stack([batch.loss_mask_BT.sum() for batch in batches]).sum())
             for i, batch in enumerate(batches):
                 output = policy(**batch.sequences.inputs, target_mask_BT=batch.loss_mask_BT)

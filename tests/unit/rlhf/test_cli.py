@@ -30,7 +30,14 @@ def cpu_seconds_and_modules(*arguments: str, cwd: Path) -> tuple[float, str]:
 
 
 @pytest.mark.parametrize(
-    "arguments", [("--help",), ("run", "--help"), ("run", "--recipe", "tiny_cpu", "--dry-run"), ("check", "tiny_cpu")]
+    "arguments",
+    [
+        ("--help",),
+        ("run", "--help"),
+        ("run", "--recipe", "tiny_cpu", "--dry-run"),
+        ("check", "tiny_cpu"),
+        ("bench", "peers", "--help"),
+    ],
 )
 def test_quick_and_without_torch(arguments: tuple[str, ...], tmp_path: Path) -> None:
     seconds, heavy = cpu_seconds_and_modules(*arguments, cwd=tmp_path)

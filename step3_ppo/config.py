@@ -154,7 +154,7 @@ class PPOConfig:
     critic: ModelConfig = field(default_factory=ModelConfig)
     """The value model; by default it starts from the reward model."""
     reference: ModelConfig = field(default_factory=ModelConfig)
-    """The policy that KL is measured to; by default the actor's start."""
+    """The policy that KL is measured to; by default the actor's start (with actor.lora: the actor, adapters off)."""
     data: DataConfig
     """The prompts."""
     actor_optim: OptimConfig

@@ -1,8 +1,11 @@
 """The four models of PPO: actor and critic (trainable), reference and reward model (frozen)."""
 
 import dataclasses
+import logging
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
+
+import torch
 
 from rlhf import artifacts, ds_config, engine
 from rlhf.config import ModelConfig
@@ -13,6 +16,24 @@ from rlhf.models.scalar_head import ScalarModel
 from rlhf.stage import Language
 from step3_ppo.config import PPOConfig
 
+logger = logging.getLogger(__name__)
+
+
+class AdapterOff:
+    """The actor with its adapters off, as the reference: below them lie the very weights that training started from.
+
+    No second copy of the base is held, and none can drift from it.
+    """
+
+    def __init__(self, actor: TrainEngine) -> None:
+        self.actor = actor
+
+    @torch.no_grad()
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The base's forward, in the actor's mode."""
+        with cast(Any, self.actor.module).model.disable_adapter():
+            return self.actor(*args, **kwargs)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Roles:
@@ -20,7 +41,7 @@ class Roles:
 
     actor: TrainEngine
     critic: TrainEngine
-    reference: FrozenEngine
+    reference: FrozenEngine | AdapterOff
     reward: FrozenEngine
 
 
@@ -83,6 +104,10 @@ def build_roles(cfg: PPOConfig, language: Language, ds: dict[str, dict[str, Any]
         num_updates: optimiser steps of the whole run, for the critic; the actor makes fewer with a critic warm-up.
     """
     models = model_configs(cfg)
+    shares_base = cfg.actor.lora.rank > 0 and not cfg.reference.path
+    if shares_base:
+        del models["reference"]
+        logger.info("the reference is the actor with its adapters off; deepspeed.reference plays no part")
     num_tokens = cfg.data.max_prompt_tokens + cfg.data.max_response_tokens
     wrapped: dict[str, Policy | ScalarModel] = {}
     for role, model_config in models.items():
@@ -93,13 +118,16 @@ def build_roles(cfg: PPOConfig, language: Language, ds: dict[str, dict[str, Any]
                 wrapped[role] = ScalarModel(build_reward_model(model_config, language.tokenizer, seed=cfg.run.seed))
         check_length_fits(wrapped[role].config, num_tokens)
     actor_updates = num_updates * (cfg.max_steps - cfg.update.critic_warmup_steps) // cfg.max_steps
+    actor = TrainEngine(wrapped["actor"], ds=ds["actor"], optim=cfg.actor_optim, role="actor", num_steps=actor_updates)
     return Roles(
-        actor=TrainEngine(
-            wrapped["actor"], ds=ds["actor"], optim=cfg.actor_optim, role="actor", num_steps=actor_updates
-        ),
+        actor=actor,
         critic=TrainEngine(
             wrapped["critic"], ds=ds["critic"], optim=cfg.critic_optim, role="critic", num_steps=num_updates
         ),
-        reference=FrozenEngine(wrapped["reference"], ds=ds["reference"], role="reference"),
+        reference=(
+            AdapterOff(actor)
+            if shares_base
+            else FrozenEngine(wrapped["reference"], ds=ds["reference"], role="reference")
+        ),
         reward=FrozenEngine(wrapped["reward"], ds=ds["reward"], role="reward"),
     )

@@ -17,7 +17,7 @@ from rlhf.rollout.answers import Voice, draw_responses
 from rlhf.rollout.decode import Response
 from rlhf.rules import Rule
 from step3_ppo.experience import ScoredSequence, gather_sequences
-from step3_ppo.roles import Roles
+from step3_ppo.roles import AdapterOff, Roles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ def collate(samples: list[Sample], *, pad_id: int, device: torch.device, packed:
 
 
 def score_tokens(
-    policy: TrainEngine | FrozenEngine, batch: ResponseBatch, voice: Voice, *, num_columns: int
+    policy: TrainEngine | FrozenEngine | AdapterOff, batch: ResponseBatch, voice: Voice, *, num_columns: int
 ) -> TokenScores:
     """Log-prob and entropy of each response token under the distribution that sampling draws from.
 

@@ -348,6 +348,17 @@ def test_shaping_reaches_the_rewards(models: Models, tmp_path: Path, experiences
     assert experiences[1].sequences[0].ref_logprob_R.ne(experiences[1].sequences[0].old_logprob_R).any()
 
 
+@pytest.mark.parametrize("stage", ["cpu_zero0", "cpu_zero3_hybrid"])
+def test_the_adapters_base_is_the_reference(models: Models, tmp_path: Path, stage: str) -> None:
+    """With LoRA the KL is measured to the actor with its adapters off: as to a second copy of its folder."""
+    lora = {"actor__lora__rank": 4, "actor_optim__lr": 5e-2, "max_steps": 3, "deepspeed__actor": stage, **NO_EVAL}
+    train(models.config(tmp_path / "shared", **lora))
+    train(models.config(tmp_path / "apart", reference__path=str(models.actor), **lora))
+    kl = [series(tmp_path / name, "ppo/kl_ref") for name in ("shared", "apart")]
+    assert kl[0] == pytest.approx(kl[1], abs=1e-5) and abs(kl[0][-1]) > 1e-3, "the adapters have moved the policy"
+    assert same_weights(tmp_path / "shared/model", tmp_path / "apart/model")
+
+
 def test_target_kl_leaves_the_rest_of_the_update_out(models: Models, tmp_path: Path) -> None:
     """The first minibatch has KL 0, the second one does not: of 2 x 2 minibatches the last two are left out."""
     strict, lax = tmp_path / "strict", tmp_path / "lax"

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Literal
 
 from rlhf.bench import flops
-from rlhf.bench.jobs import Bench, Dtype, Job, Work, command, hugging_face, ours, trl, vllm
+from rlhf.bench.jobs import Bench, Job, command, hugging_face, ours, trl, vllm
+from rlhf.bench.readings import Dtype, Work
 from rlhf.bench.record import Sample, median_of, median_ratio
 from rlhf.bench.workload import Sizes, rows_of
 

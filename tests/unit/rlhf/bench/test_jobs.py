@@ -9,9 +9,10 @@ import pytest
 
 from launch.recipe import read_stage_config
 from rlhf.bench import flops, jobs
-from rlhf.bench.jobs import Bench, Work, model_flops, read_stage
+from rlhf.bench.jobs import Bench
 from rlhf.bench.lines import OURS, make_lines
 from rlhf.bench.process import Finished
+from rlhf.bench.readings import Work, model_flops, read_stage
 from rlhf.bench.workload import FULL, QUICK, rows_of
 
 from .conftest import make_sample

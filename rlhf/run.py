@@ -207,8 +207,7 @@ class Run:
 
     def count_padding(self, sequences: Sequences) -> None:
         """Count a micro-batch's share of padding."""
-        padding = sequences.num_columns - sequences.num_tokens
-        self.metrics.add({"data/padding_frac": (padding, sequences.num_columns)})
+        self.metrics.add({"data/padding_frac": (sequences.num_padding, sequences.num_columns)})
 
     def every(self, interval: int, step: int) -> bool:
         """Whether something that happens every `interval` steps is due after `step` steps; 0 is never."""

@@ -30,14 +30,13 @@ class Sequences:
     """Of the packed row; None for padded rows."""
     first_S: Tensor
     """Place of each sequence's first token: its index in `token_ids_BT.flatten()`."""
+    last_S: Tensor
+    """Place of its last token; all others lie between, unless sequences share their prompt."""
     length_S: Tensor
     num_tokens: int
-    """Real tokens; the stand-in of an empty micro-batch is none."""
-
-    @property
-    def last_S(self) -> Tensor:
-        """Place of each sequence's last token."""
-        return self.first_S + self.length_S - 1
+    """Real tokens, a shared prompt counted for each of its sequences; the stand-in of an empty micro-batch is none."""
+    num_padding: int
+    """Columns without a token."""
 
     @property
     def num_columns(self) -> int:
@@ -202,7 +201,10 @@ def collate_preferences(
                     pairs.append((first + chosen, first + rejected, row.margin, row.source))
         num_pairs = len(pairs) - first_pair
         weights += [1 / num_pairs] * num_pairs
-    sequences, _ = _sequences(token_lists, pad_id=pad_id, device=device, packed=packed)
+    if packed and rows:
+        sequences = _sharing_prompts(rows, device=device)
+    else:
+        sequences, _ = _sequences(token_lists, pad_id=pad_id, device=device, packed=packed)
     return PreferenceBatch(
         sequences=sequences,
         response_length_S=torch.tensor(response_lengths or [0], device=device),
@@ -262,10 +264,43 @@ def _sequences(
         position_ids_BT=torch.from_numpy(positions.astype(np.int64)).to(device),
         layout=PackedLayout(lengths.tolist(), device=device) if packed else None,
         first_S=torch.from_numpy(first.astype(np.int64)).to(device),
+        last_S=torch.from_numpy(first + lengths - 1).to(device),
         length_S=torch.from_numpy(lengths.astype(np.int64)).to(device),
         num_tokens=int(lengths.sum()) if token_lists else 0,
+        num_padding=int(token_ids.size - lengths.sum()) if token_lists else 1,
     )
     return sequences, place_T
+
+
+def _sharing_prompts(rows: Sequence[PreferenceRow], *, device: torch.device | str) -> Sequences:
+    """A packed row of each prompt and its responses, whose sequences are prompt and response: prompts stand once."""
+    parts: list[np.ndarray] = []
+    positions: list[np.ndarray] = []
+    columns: list[np.ndarray] = []
+    end = 0
+    for row in rows:
+        num_prompt = len(row.prompt_ids)
+        prompt = np.arange(end, end + num_prompt)
+        parts.append(row.prompt_ids)
+        positions.append(np.arange(num_prompt))
+        end += num_prompt
+        for response in row.responses:
+            parts.append(response)
+            positions.append(np.arange(num_prompt, num_prompt + len(response)))
+            columns.append(np.concatenate([prompt, np.arange(end, end + len(response))]))
+            end += len(response)
+    lengths = [len(c) for c in columns]
+    return Sequences(
+        token_ids_BT=torch.from_numpy(np.concatenate(parts).astype(np.int64)[None]).to(device),
+        attention_mask_BT=None,
+        position_ids_BT=torch.from_numpy(np.concatenate(positions)[None]).to(device),
+        layout=PackedLayout(lengths, columns=columns, device=device),
+        first_S=torch.tensor([c[0] for c in columns], device=device),
+        last_S=torch.tensor([c[-1] for c in columns], device=device),
+        length_S=torch.tensor(lengths, device=device),
+        num_tokens=sum(lengths),
+        num_padding=0,
+    )
 
 
 def _like_tokens(flat: np.ndarray, sequences: Sequences) -> Tensor:

@@ -124,19 +124,30 @@ def test_hand_worked_packed_row() -> None:
 def test_packed_and_padded_batches_hold_the_same_sequences() -> None:
     """Ragged, one of one token, pad id == eos id: found by their places, tokens, positions and masks are equal."""
     rows = [sft([2, 7, 8, EOS], 2, source=1), sft([5], 0), sft([EOS, EOS, 4], 1)]
-    answers = [preference([2, 5], [[7, EOS], [8, 9, 9, EOS]], [0.0, 1.0]), preference([2], [[7], [8]], [1.0, 0.0])]
-    for collate, members in ((collate_sft, rows), (collate_preferences, answers)):
-        packed, padded = (collate(members, pad_id=EOS, device="cpu", packed=p) for p in (True, False))  # type: ignore[operator]
-        assert padded.sequences.num_tokens == packed.sequences.num_tokens == packed.sequences.num_columns
-        fields = [(batch.sequences.token_ids_BT, batch.sequences.position_ids_BT) for batch in (packed, padded)]
-        if collate is collate_sft:
-            fields = [(*f, batch.loss_mask_BT) for f, batch in zip(fields, (packed, padded), strict=True)]
-        for one, two in zip(*fields, strict=True):
-            found = [
-                to_columns(x, batch.sequences.first_S, batch.sequences.length_S)
-                for x, batch in ((one, packed), (two, padded))
-            ]
-            assert torch.equal(*found)
+    packed, padded = (collate_sft(rows, pad_id=EOS, device="cpu", packed=p) for p in (True, False))
+    assert padded.sequences.num_tokens == packed.sequences.num_tokens == packed.sequences.num_columns == 8
+    assert (packed.sequences.num_padding, padded.sequences.num_padding) == (0, 4)
+    for read in (
+        lambda batch: batch.sequences.token_ids_BT,
+        lambda batch: batch.sequences.position_ids_BT,
+        lambda batch: batch.loss_mask_BT,
+    ):
+        one, two = (to_columns(read(b), b.sequences.first_S, b.sequences.length_S) for b in (packed, padded))
+        assert torch.equal(one, two)
+
+
+def test_hand_worked_packed_preferences() -> None:
+    """Each prompt stands once, its responses after it; a response's positions go on where the prompt ends."""
+    rows = [
+        preference([2, 5], [[7, EOS], [8, 9, 9, EOS]], [0.0, 1.0]),
+        preference([2], [[7], [8]], [1.0, 0.0]),
+    ]
+    sequences = collate_preferences(rows, pad_id=EOS, device="cpu", packed=True).sequences
+    assert sequences.token_ids_BT.tolist() == [[2, 5, 7, 2, 8, 9, 9, 2, 2, 7, 8]]
+    assert sequences.position_ids_BT.tolist() == [[0, 1, 2, 3, 2, 3, 4, 5, 0, 1, 1]]
+    assert sequences.first_S.tolist() == [0, 0, 8, 8] and sequences.last_S.tolist() == [3, 7, 9, 10]
+    assert sequences.length_S.tolist() == [4, 6, 2, 2]
+    assert (sequences.num_tokens, sequences.num_columns, sequences.num_padding) == (14, 11, 0)
 
 
 def test_hand_worked_preference_batch() -> None:

@@ -1,5 +1,6 @@
 """Attention inside the sequences of a packed row: against a naive oracle, forward and backward."""
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -49,6 +50,30 @@ def test_attention_and_its_gradients_equal_one_query_at_a_time(
         torch.testing.assert_close(one, two, atol=1e-12, rtol=0)
 
 
+@pytest.mark.parametrize("key_heads", [4, 2])
+def test_a_shared_prompt_is_computed_once_and_counts_for_every_sequence(key_heads: int) -> None:
+    """Prompts of 3 and 1 tokens with responses of 2, 1, 5 and of 4: against each sequence written out by itself."""
+    torch.manual_seed(0)
+    columns = [np.array(c) for c in ([0, 1, 2, 3, 4], [0, 1, 2, 5], [0, 1, 2, 6, 7, 8, 9, 10], [11, 12, 13, 14, 15])]
+    layout = PackedLayout([len(c) for c in columns], columns=columns)
+    assert layout.is_shared
+    query, key, value = (
+        torch.randn(1, 16, heads, 8, dtype=torch.float64).transpose(1, 2).requires_grad_()
+        for heads in (4, key_heads, key_heads)
+    )
+    found = layout.attend(query, key, value, scaling=None, dropout=0.0)
+    expected = torch.zeros_like(found)
+    for sequence in columns:
+        part = naive(*(x[:, :, sequence] for x in (query, key, value)), [len(sequence)], 8**-0.5)
+        expected = expected.index_copy(1, torch.from_numpy(sequence), part)
+    torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
+    weight = torch.randn_like(expected)
+    found_grads = torch.autograd.grad((found * weight).sum(), (query, key, value))
+    expected_grads = torch.autograd.grad((expected * weight).sum(), (query, key, value))
+    for one, two in zip(found_grads, expected_grads, strict=True):
+        torch.testing.assert_close(one, two, atol=1e-12, rtol=0)
+
+
 def test_groups_hold_like_lengths_and_every_token_once() -> None:
     """Worked by hand: 8 and 6 share a group (6 = 0.75 x 8), 5 starts the next, in which 4 stays; 1 is alone."""
     layout = PackedLayout([1, 8, 5, 6, 4])
@@ -58,7 +83,7 @@ def test_groups_hold_like_lengths_and_every_token_once() -> None:
         *range(9, 14), *(20, 21, 22, 23, 23),
         0,
     ]  # fmt: skip
-    assert layout.padding_Q.tolist() == [14, 15, 25]
+    assert layout.unread_Q.tolist() == [14, 15, 25] and not layout.is_shared
     assert layout.token_P[layout.slot_T].tolist() == list(range(24))
 
 

@@ -2,12 +2,14 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from rlhf.config import ModelConfig
-from rlhf.data.collate import collate_responses
+from rlhf.data.collate import collate_preferences, collate_responses
+from rlhf.data.dataset import PreferenceRow
 from rlhf.models import attention
 from rlhf.models.build import build_reward_model
 from rlhf.models.policy import Policy
@@ -70,6 +72,34 @@ def test_packed_rows_give_the_scores_of_padded_ones(packable: dict[str, dict[str
         )
         torch.testing.assert_close(packed, padded, atol=1e-5, rtol=0, msg=lambda m, name=name: f"{name}: {m}")
         assert packed.std() > 1e-3
+
+
+def test_responses_that_share_a_prompt_score_and_teach_as_padded_rows(
+    packable: dict[str, dict[str, Any]], tokenizer: Any
+) -> None:
+    rows = [
+        PreferenceRow(np.array([9, 5, 7, 8]), [np.array(r) for r in ([11, 1], [6, 14, 9, 1], [3])], [2, 1, 0], 0, 0, 0),
+        PreferenceRow(np.array([12]), [np.array([1]), np.array([6, 6, 30])], [0, 1], 0, 0, 1),
+    ]
+    for name, config in packable.items():
+        spread = {"init_std": 0.2, "initializer_range": 0.2}
+        model = ScalarModel(
+            build_reward_model(ModelConfig(config={**config, **spread}, dropout=0.0), tokenizer, seed=1)
+        )
+        results = []
+        for packed in (True, False):
+            batch = collate_preferences(rows, pad_id=1, device="cpu", packed=packed)
+            model.zero_grad()
+            score_S = scores_at(model(**batch.sequences.inputs), batch.sequences.last_S)
+            (score_S[batch.chosen_N] - score_S[batch.rejected_N]).square().sum().backward()
+            grads = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
+            results.append((score_S.detach(), grads, batch.sequences))
+        (packed_S, packed_grads, shared), (padded_S, padded_grads, plain) = results
+        assert shared.num_columns == 4 + 7 + 1 + 4 and shared.num_tokens == plain.num_tokens == 3 * 4 + 7 + 2 + 4
+        torch.testing.assert_close(packed_S, padded_S, atol=1e-5, rtol=0, msg=lambda m, name=name: f"{name}: {m}")
+        for key, grad in packed_grads.items():
+            scale = max(1.0, float(padded_grads[key].abs().max()))
+            assert float((grad - padded_grads[key]).abs().max()) < 2e-5 * scale, (name, key)
 
 
 def test_a_sequence_does_not_see_its_neighbours(families: dict[str, dict[str, Any]], make: Any) -> None:

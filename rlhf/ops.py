@@ -106,27 +106,60 @@ def transform_logits(
         float32, -inf for excluded tokens. The input is not changed.
     """
     logits_SV = logits_SV.float()
-    excluded_SV = torch.zeros_like(logits_SV, dtype=torch.bool)
     if sampling.min_new_tokens and stop_token_ids:
-        excluded_SV[:, list(stop_token_ids)] = (response_position_S < sampling.min_new_tokens)[:, None]
-        logits_SV = logits_SV.masked_fill(_but(excluded_SV, keep_token_S), -torch.inf)
+        ids_K = torch.tensor(sorted(set(stop_token_ids)), device=logits_SV.device)
+        early_SK = (response_position_S < sampling.min_new_tokens)[:, None].expand(-1, len(ids_K))
+        if keep_token_S is not None:
+            early_SK = early_SK & (ids_K != keep_token_S[:, None])
+        logits_SV = logits_SV.index_copy(1, ids_K, logits_SV[:, ids_K].masked_fill(early_SK, -torch.inf))
     if sampling.temperature == 0:
         best_S = logits_SV.argmax(dim=-1)
-        excluded_SV = torch.ones_like(excluded_SV).scatter(-1, best_S[:, None], value=False)
+        excluded_SV = torch.ones_like(logits_SV, dtype=torch.bool).scatter(-1, best_S[:, None], value=False)
         return logits_SV.masked_fill(_but(excluded_SV, keep_token_S), -torch.inf)
     if sampling.temperature != 1:
         logits_SV = logits_SV / sampling.temperature
     if 0 < sampling.top_k < logits_SV.shape[-1]:
-        kth_S1 = logits_SV.detach().topk(sampling.top_k, dim=-1).values[:, -1:]
-        logits_SV = logits_SV.masked_fill(_but(logits_SV < kth_S1, keep_token_S), -torch.inf)
+        top_Sk = logits_SV.detach().topk(sampling.top_k, dim=-1, sorted=False).values
+        excluded_SV = logits_SV < top_Sk.amin(-1, keepdim=True)
+        logits_SV = logits_SV.masked_fill(_but(excluded_SV, keep_token_S), -torch.inf)
     if sampling.top_p < 1:
-        sorted_SV, order_SV = logits_SV.detach().sort(dim=-1, descending=True, stable=True)
-        prob_SV = sorted_SV.softmax(dim=-1)
-        # A token stays if those before it have not yet reached top_p, so the most likely one always does.
-        outside_SV = prob_SV.cumsum(dim=-1) - prob_SV >= sampling.top_p
-        outside_SV = torch.zeros_like(excluded_SV).scatter(-1, order_SV, outside_SV)
-        logits_SV = logits_SV.masked_fill(_but(outside_SV, keep_token_S), -torch.inf)
+        excluded_SV = _outside_top_p(logits_SV.detach(), sampling.top_p)
+        logits_SV = logits_SV.masked_fill(_but(excluded_SV, keep_token_S), -torch.inf)
     return logits_SV
+
+
+# The most likely tokens among which the end of top-p is looked for before all are sorted. Trained models' 0.9 lies
+# within it for nearly every token, and finding them costs a tenth of sorting a vocabulary of 50,000.
+TOP_P_PREFIX = 256
+
+
+def _outside_top_p(logits_SV: Tensor, top_p: float) -> Tensor:
+    """True where the more likely tokens before a token reach top_p already, so never at the most likely one.
+
+    Among equals the lower id comes first. On a CPU, rows are sorted only where the end does not lie among the
+    TOP_P_PREFIX most likely tokens or among equals; the sums are the same, so no row depends on how it was found.
+    """
+    logsumexp_S1 = logits_SV.logsumexp(dim=-1, keepdim=True)
+    if logits_SV.device.type != "cpu" or logits_SV.shape[-1] <= TOP_P_PREFIX:
+        return _outside_of_sorted(logits_SV, logsumexp_S1, top_p)
+    value_Sk = logits_SV.topk(TOP_P_PREFIX, dim=-1).values
+    prob_Sk = (value_Sk - logsumexp_S1).exp()
+    num_inside_S = (prob_Sk.cumsum(dim=-1) - prob_Sk < top_p).sum(dim=-1, keepdim=True).clamp(min=1)
+    last_S1 = value_Sk.gather(-1, num_inside_S - 1)
+    next_S1 = value_Sk.gather(-1, num_inside_S.clamp(max=TOP_P_PREFIX - 1))
+    outside_SV = logits_SV < last_S1
+    # At the end of the prefix `next` is `last` itself, and nothing is known of what follows.
+    rows = (last_S1 == next_S1).squeeze(-1).nonzero().squeeze(-1)
+    if len(rows):
+        outside_SV[rows] = _outside_of_sorted(logits_SV[rows], logsumexp_S1[rows], top_p)
+    return outside_SV
+
+
+def _outside_of_sorted(logits_SV: Tensor, logsumexp_S1: Tensor, top_p: float) -> Tensor:
+    sorted_SV, order_SV = logits_SV.sort(dim=-1, descending=True, stable=True)
+    prob_SV = (sorted_SV - logsumexp_S1).exp()
+    outside_SV = prob_SV.cumsum(dim=-1) - prob_SV >= top_p
+    return torch.empty_like(outside_SV).scatter_(-1, order_SV, outside_SV)
 
 
 def _but(excluded_SV: Tensor, keep_token_S: Tensor | None) -> Tensor:

@@ -1,6 +1,6 @@
 """Answering rows of a data set with the policy: the ranks share the rows, every rank gets all answers."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from rlhf.data.dataset import PromptRow
 from rlhf.data.template import ChatTemplate
 from rlhf.distributed import all_gather_objects, rank, world_size
 from rlhf.engine import FrozenEngine, TrainEngine
-from rlhf.rollout.decode import Response, generate
+from rlhf.rollout.decode import PREFILL_TOKENS, Response, RolloutStats, generate
 from rlhf.rollout.plain import generate_plain
 from rlhf.rollout.weights import lend_weights
 
@@ -47,6 +47,10 @@ class Voice:
     """Under ZeRO-3, decode on whole weights gathered once; false: layer by layer, the ranks in step."""
     plain: bool = False
     """Decode by Hugging Face's generate, for a model on which ours was found to differ from it."""
+    prefill_tokens: int = PREFILL_TOKENS
+    """Most prompt tokens in one forward."""
+    pack_weights: bool | None = None
+    """Decode on copies of the weights in the order of the CPU's kernels; None: where the weights are whole."""
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -62,6 +66,7 @@ def draw_responses(
     sample_ids: Sequence[int],
     seed: int,
     step: int,
+    on_stats: Callable[[RolloutStats], None] | None = None,
 ) -> list[Response]:
     """Sample one response to each of this rank's prompts; a collective under ZeRO-3.
 
@@ -72,23 +77,33 @@ def draw_responses(
         sample_ids: number of the sample for each prompt, so that several samples of one prompt differ.
         seed: of the run.
         step: of training; a prompt met again at another step gets another response.
+        on_stats: gets what this rank's rollout did, unless `voice.plain`.
     """
     with lend_weights(engine, gathered=voice.gathered) as (model, all_ranks_running):
-        decode = generate_plain if voice.plain else generate
-        return decode(
+        token_ids = [list(map(int, row.prompt_ids)) for row in prompts]
+        uids = [row.uid for row in prompts]
+        shared: dict[str, Any] = {
+            "sampling": voice.sampling,
+            "stop_token_ids": voice.stop_token_ids,
+            "max_new_tokens": voice.max_new_tokens,
+            "seed": seed,
+            "step": step,
+            "pad_id": voice.tokenizer.pad_token_id,
+            "batch_size": voice.batch_size,
+            "tokenizer": voice.tokenizer,
+            "all_ranks_running": all_ranks_running,
+        }
+        if voice.plain:
+            return generate_plain(model, token_ids, uids=uids, sample_ids=list(sample_ids), **shared)
+        return generate(
             model,
-            [list(map(int, row.prompt_ids)) for row in prompts],
-            uids=[row.uid for row in prompts],
+            token_ids,
+            uids=uids,
             sample_ids=list(sample_ids),
-            sampling=voice.sampling,
-            stop_token_ids=voice.stop_token_ids,
-            max_new_tokens=voice.max_new_tokens,
-            seed=seed,
-            step=step,
-            pad_id=voice.tokenizer.pad_token_id,
-            batch_size=voice.batch_size,
-            tokenizer=voice.tokenizer,
-            all_ranks_running=all_ranks_running,
+            prefill_tokens=voice.prefill_tokens,
+            pack_weights=voice.pack_weights,
+            on_stats=on_stats,
+            **shared,
         )
 
 

@@ -14,9 +14,8 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from rlhf.config import SamplingConfig
 from rlhf.data.collate import left_pad
 from rlhf.models.backbone import base_of
-from rlhf.ops import transform_logits
 from rlhf.rollout.decode import Response, inference
-from rlhf.rollout.sampling import sample_tokens, uniform
+from rlhf.rollout.sampling import TokenChooser, uniform
 
 
 def generate_plain(  # noqa: PLR0913  the signature of decode.generate, which it stands in for
@@ -92,18 +91,14 @@ class _Chooser(LogitsProcessor):
         self, uniform_BR: Tensor, sampling: SamplingConfig, stop_token_ids: tuple[int, ...], *, num_prompt_tokens: int
     ) -> None:
         self.uniform_BR = uniform_BR
-        self.sampling = sampling
-        self.stop_token_ids = stop_token_ids
+        self.choose = TokenChooser(sampling, stop_token_ids)
         self.num_prompt_tokens = num_prompt_tokens
         self.logprobs: list[Tensor] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         position = input_ids.shape[1] - self.num_prompt_tokens
         position_B = torch.full((len(scores),), position, device=scores.device)
-        logits_BV = transform_logits(
-            scores.float(), self.sampling, response_position_S=position_B, stop_token_ids=self.stop_token_ids
-        )
-        token_B, logprob_B = sample_tokens(logits_BV, self.uniform_BR[:, position])
+        token_B, logprob_B = self.choose(scores, position_B, self.uniform_BR[:, position])
         self.logprobs.append(logprob_B)
         return torch.full_like(scores, -torch.inf).scatter(1, token_B[:, None], 0.0)
 

@@ -244,3 +244,40 @@ def test_d9_scored_distribution_is_the_sampled_one():
     frequency = draws.bincount(minlength=3) / len(draws)
     assert torch.allclose(frequency.log(), (2 * logits_SV).log_softmax(-1)[0], atol=0.05)
     assert not torch.allclose(frequency.log(), logits_SV.log_softmax(-1)[0], atol=0.3)
+
+
+@pytest.mark.parametrize("spread", [0.1, 1.0, 6.0])
+@pytest.mark.parametrize("top_p", [0.3, 0.9, 0.999])
+def test_top_p_of_a_large_vocabulary(monkeypatch, spread, top_p):
+    """Oracle: Hugging Face's. The end lies among the most likely tokens, or all have to be sorted; row by row."""
+    logits_SV = torch.randn(9, 700, generator=torch.Generator().manual_seed(0)) * torch.logspace(-1, 1, 9)[:, None]
+    logits_SV = logits_SV * spread
+    expected_SV = TopPLogitsWarper(top_p)(None, logits_SV.clone())
+    sampling = SamplingConfig(top_p=top_p)
+    for prefix in (1, 16, 256, 1000):
+        monkeypatch.setattr(ops, "TOP_P_PREFIX", prefix)
+        out_SV = ops.transform_logits(logits_SV, sampling, response_position_S=zeros(9))
+        assert torch.equal(out_SV.isfinite(), expected_SV.isfinite())
+
+
+def test_top_p_ends_among_equals_at_the_lower_id():
+    """Four tokens of 1/5 and many small ones: 0.55 is reached by the three lowest ids, however they are found."""
+    prob_V = torch.full((600,), 0.2 / 596)
+    prob_V[[500, 20, 300, 7]] = 0.2
+    out_SV = ops.transform_logits(prob_V.log()[None], SamplingConfig(top_p=0.55), response_position_S=zeros(1))
+    assert out_SV[0].isfinite().nonzero().flatten().tolist() == [7, 20, 300]
+
+
+def test_stop_tokens_are_excluded_row_by_row_and_kept_where_they_were_drawn():
+    logits_SV = torch.zeros(4, 5, requires_grad=True)
+    out_SV = ops.transform_logits(
+        logits_SV,
+        SamplingConfig(min_new_tokens=2),
+        response_position_S=torch.tensor([0, 1, 2, 1]),
+        stop_token_ids=(4, 1, 4),
+        keep_token_S=torch.tensor([0, 3, 0, 1]),
+    )
+    excluded = [row.isinf().nonzero().flatten().tolist() for row in out_SV]
+    assert excluded == [[1, 4], [1, 4], [], [4]]
+    out_SV[out_SV.isfinite()].sum().backward()
+    assert logits_SV.grad is not None and torch.equal(logits_SV.grad, out_SV.isfinite().float())

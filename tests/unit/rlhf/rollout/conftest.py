@@ -7,6 +7,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from rlhf.models import attention
+
 VOCAB_SIZE = 97
 FAMILIES: dict[str, dict[str, Any]] = {
     "opt": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 64, "dropout": 0.3},
@@ -51,7 +53,11 @@ def tiny_model() -> Callable[..., PreTrainedModel]:
         if family != "bloom":  # ALiBi has no last position
             shape["max_position_embeddings"] = 64
         shape.update(FAMILIES[family], **changes)
+        # As models.build does: the attention that takes a layout, where the family allows it.
+        attention.register()
         config = AutoConfig.for_model(family.removesuffix("_post_norm"), **shape)
+        if "attn_implementation" not in changes and attention.takes_layout(config):
+            config._attn_implementation = attention.NAME
         model = AutoModelForCausalLM.from_config(config)
         with torch.no_grad():
             for parameter in model.parameters():

@@ -99,14 +99,14 @@ def rescore(model, prompt, response, sampling, stop_token_ids, *, padding=0):
     return logprobs
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention", ["rlhf", "sdpa", "eager"])
 def test_greedy_equals_huggingface_before_and_after_an_update(tiny_model, family, attention):
     """E3, E4, E5, A11: token for token on a left-padded batch, again after the weights have moved.
 
     Grouped queries (Llama, Qwen2) and ALiBi (BLOOM) are among the families.
     """
-    if family == "bloom" and attention == "sdpa":
-        pytest.skip("transformers has no sdpa attention for BLOOM")
+    if family == "bloom" and attention != "eager":
+        pytest.skip("BLOOM has its own attention")
     model = tiny_model(family, attn_implementation=attention)
     before = tokens(answer(model, sampling=GREEDY))
     assert before == huggingface_greedy(model, PROMPTS, stop_token_ids=STOPS, max_new_tokens=20)
@@ -283,7 +283,7 @@ def test_stop_strings_and_stop_tokens_together(tiny_model):
 
 def test_prompt_ids_reach_the_model_unchanged(tiny_model):
     """A12, A14: left-padded with the last column real, ids as given, in rows that map back to the prompts."""
-    model = tiny_model("opt")
+    model = tiny_model("opt", attn_implementation="sdpa")
     calls = []
     model.register_forward_pre_hook(
         lambda _, args, kwargs: calls.append((kwargs["input_ids"], kwargs["attention_mask"])), with_kwargs=True
@@ -294,6 +294,19 @@ def test_prompt_ids_reach_the_model_unchanged(tiny_model):
     assert sorted(row[row_mask.bool()].tolist() for row, row_mask in zip(token_ids, mask, strict=True)) == sorted(
         [PROMPTS[2], PROMPTS[5]]
     )
+
+
+def test_prompts_come_in_as_one_row_without_padding(tiny_model):
+    """A12, A14: ids as given, longest first, positions from 0 in each; nothing else in the forward."""
+    model = tiny_model("opt")
+    calls = []
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: calls.append((kwargs["input_ids"], kwargs["position_ids"])), with_kwargs=True
+    )
+    answer(model, [PROMPTS[0], PROMPTS[2], PROMPTS[5]], max_new_tokens=1)
+    ((token_ids, positions),) = calls
+    assert token_ids.tolist() == [PROMPTS[5] + PROMPTS[2] + PROMPTS[0]]
+    assert positions.tolist() == [[*range(5), *range(4), 0]]
 
 
 def test_mode_of_each_module_comes_back(tiny_model):
@@ -345,8 +358,8 @@ def test_gradient_checkpointing_is_off_while_sampling(tiny_model, family):
 
 
 def test_finished_rows_leave_the_batch(tiny_model):
-    """Forwards are as wide as there are unfinished rows."""
-    model = tiny_model("gpt2")
+    """Padded forwards are as wide as there are unfinished rows."""
+    model = tiny_model("gpt2", attn_implementation="sdpa")
     widths = []
     model.register_forward_pre_hook(lambda _, args, kwargs: widths.append(len(kwargs["input_ids"])), with_kwargs=True)
     lengths = [len(row) for row in tokens(answer(model))]
@@ -367,9 +380,10 @@ class OtherRanks:
 
 @pytest.mark.parametrize("prompts", [PROMPTS, PROMPTS[:1], []])
 @pytest.mark.parametrize("batch_size", [2, 8])
-def test_forwards_go_on_while_another_rank_runs(tiny_model, prompts, batch_size):
+@pytest.mark.parametrize("family", ["bloom", "gpt_neox"])
+def test_forwards_go_on_while_another_rank_runs(tiny_model, family, prompts, batch_size):
     """E1: as many forwards as the longest rank needs, one per agreement, also on a rank without rows."""
-    model = tiny_model("bloom")
+    model = tiny_model(family)
     forwards = []
     model.register_forward_pre_hook(lambda *_: forwards.append(1))
     alone = tokens(answer(model, prompts, batch_size=batch_size))

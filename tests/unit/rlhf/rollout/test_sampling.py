@@ -3,7 +3,10 @@ from itertools import product
 import pytest
 import torch
 
-from rlhf.rollout.sampling import sample_tokens, splitmix64, uniform
+from rlhf.config import SamplingConfig
+from rlhf.ops import transform_logits
+from rlhf.rollout import sampling as module
+from rlhf.rollout.sampling import TokenChooser, sample_tokens, splitmix64, take_best, uniform
 
 MASK = (1 << 64) - 1
 
@@ -139,3 +142,66 @@ def test_logits_that_are_not_finite_show_in_the_log_probability():
     token_B, logprob_B = sample_tokens(logits_BV, torch.full((3,), 0.3, dtype=torch.float64))
     assert ((token_B >= 0) & (token_B < 4)).all()
     assert logprob_B.isfinite().tolist() == [False, False, True]
+
+
+@pytest.mark.parametrize("vocab_size", [1, 255, 256, 257, 1000])
+def test_blocks_sum_to_the_running_sum_over_all_tokens(vocab_size):
+    """Oracle: Python integers, one token after the other. Same tokens, also at the ends of blocks and of the row."""
+    torch.manual_seed(2)
+    logits_BV = torch.randn(20, vocab_size) * 4
+    logits_BV[torch.rand(logits_BV.shape) < 0.2] = -torch.inf
+    logits_BV[:, vocab_size // 2] = 1.0
+    u_B = uniform(0, 0, range(20), [0] * 20, positions=[0])[:, 0]
+    u_B[0], u_B[1] = 0.0, 1 - 2**-53
+    token_B, _ = sample_tokens(logits_BV, u_B)
+    for row in range(20):
+        weight_V = ((logits_BV[row] - logits_BV[row].max()).exp() * 2.0**40).to(torch.int64).tolist()
+        target = min(int(u_B[row] * sum(weight_V)), sum(weight_V) - 1)
+        token = upto = 0
+        while (upto := upto + weight_V[token]) <= target:
+            token += 1
+        assert token_B[row] == token
+
+
+def test_the_logits_are_not_written():
+    logits_BV = torch.randn(3, 300)
+    before = logits_BV.clone()
+    sample_tokens(logits_BV, torch.full((3,), 0.5, dtype=torch.float64))
+    TokenChooser(SamplingConfig(temperature=0.7, top_k=5, top_p=0.9, min_new_tokens=2), (1, 2))(
+        logits_BV, torch.zeros(3, dtype=torch.int64), torch.full((3,), 0.5, dtype=torch.float64)
+    )
+    assert torch.equal(logits_BV, before)
+
+
+def test_take_best():
+    token_B, logprob_B = take_best(torch.tensor([[1.0, 5.0, 5.0], [-torch.inf, -2.0, -3.0], [0.0, torch.nan, 1.0]]))
+    assert token_B[:2].tolist() == [1, 1] and logprob_B[:2].tolist() == [0, 0] and logprob_B[2].isnan()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingConfig(),
+        SamplingConfig(temperature=0, min_new_tokens=2),
+        SamplingConfig(temperature=1.5, top_k=9, top_p=0.7, min_new_tokens=2),
+    ],
+    ids=["plain", "greedy", "all_transforms"],
+)
+def test_chunks_of_rows_choose_as_all_rows(monkeypatch, sampling, dtype):
+    """Ragged positions: each row's own counts. Greedy choosing is that of the transformed logits."""
+    torch.manual_seed(3)
+    logits_BV = (torch.randn(7, 50) * 3).to(dtype)
+    logits_BV[:, 4] += 9
+    position_B = torch.tensor([0, 1, 2, 3, 0, 9, 1])
+    u_B = uniform(0, 1, range(7), [0] * 7, positions=[0])[:, 0]
+    choose = TokenChooser(sampling, (3, 4))
+    expected = sample_tokens(
+        transform_logits(logits_BV, sampling, response_position_S=position_B, stop_token_ids=(3, 4)), u_B
+    )
+    for logits_at_a_time in (1, 100, 10**6):
+        monkeypatch.setattr(module, "_CACHED_LOGITS", logits_at_a_time)
+        got = choose(logits_BV, position_B, u_B)
+        assert torch.equal(got[0], expected[0]) and torch.allclose(got[1], expected[1], atol=1e-6)
+    stopped_B = (expected[0] == 3) | (expected[0] == 4)
+    assert stopped_B.any() and not (stopped_B & (position_B < sampling.min_new_tokens)).any()

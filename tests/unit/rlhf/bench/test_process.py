@@ -62,6 +62,19 @@ def test_time_limit_ends_the_whole_group(tmp_path: Path) -> None:
         pytest.fail("the grandchild lives")
 
 
+def test_nothing_outlives_its_launcher(tmp_path: Path) -> None:
+    """A rank whose launcher has ended, with an exit code of 0 even."""
+    grandchild = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+    code = f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {grandchild!r}]).pid)"
+    run(code, tmp_path)
+    pid = (tmp_path / "log.txt").read_text().strip()
+    for _ in range(100):
+        if not is_running(pid):
+            return
+        time.sleep(0.02)
+    pytest.fail("the grandchild lives")
+
+
 def is_running(pid: str) -> bool:
     """An ended process that nobody has waited for has no command line any more."""
     path = Path(f"/proc/{pid}/cmdline")

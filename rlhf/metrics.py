@@ -116,6 +116,15 @@ METRICS: dict[str, Metric] = {
         "Mean difference per response token of log-probs from decoding and from the update's forward, same weights.",
     ),
     "ppo/gold": _metric("gold", "up", "Mean of the gold rule on the step's responses; never trained on."),
+    "speed/decode_tokens_per_second": _metric(
+        "tokens/s", "up", "Response tokens of all ranks per second of the rank that decoded longest."
+    ),
+    "speed/decode_occupancy": _metric("fraction", "up", "Slots that drew a token, mean over the decoders' forwards."),
+    "speed/decode_tail_frac": _metric("fraction", "down", "Decoders' forwards with less than half of the slots busy."),
+    "speed/decode_prefill_frac": _metric("fraction", "none", "Share of decoding seconds that went into prompts."),
+    "speed/decode_idle_frac": _metric(
+        "fraction", "down", "Share of decoding seconds in which a rank waited for others."
+    ),
     "policy/loss": _metric("", "none", "Clipped policy loss per response token."),
     "policy/clip_frac": _metric(
         "fraction", "none", "Response tokens whose policy ratio is clipped and has no gradient."

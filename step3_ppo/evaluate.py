@@ -17,7 +17,7 @@ def answer_held_out(
 ) -> list[ScoredSequence]:
     """One scored answer to each held-out prompt, on every rank and in the order of the rows. Collective."""
     mine = list(rows)[rank() :: world_size()]
-    samples = roll_out(roles, voice, mine, samples_per_prompt=1, seed=seed, step=0)
+    samples, _ = roll_out(roles, voice, mine, samples_per_prompt=1, seed=seed, step=0)
     return score_responses(roles, voice, samples, judges, batching=batching, rescore=True)
 
 

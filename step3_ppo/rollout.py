@@ -14,7 +14,7 @@ from rlhf.engine import FrozenEngine, TrainEngine
 from rlhf.models.scalar_head import scores_at
 from rlhf.ops import to_columns
 from rlhf.rollout.answers import Voice, draw_responses
-from rlhf.rollout.decode import Response
+from rlhf.rollout.decode import Response, RolloutStats
 from rlhf.rules import Rule
 from step3_ppo.experience import ScoredSequence, gather_sequences
 from step3_ppo.roles import AdapterOff, Roles
@@ -103,17 +103,41 @@ def estimate_values(critic: TrainEngine, batch: ResponseBatch, *, num_columns: i
 
 def roll_out(
     roles: Roles, voice: Voice, prompts: list[PromptRow], *, samples_per_prompt: int, seed: int, step: int
-) -> list[Sample]:
-    """Sample responses to each rank's prompts; every rank gets all samples, in one order. Collective."""
+) -> tuple[list[Sample], list[RolloutStats]]:
+    """Sample responses to each rank's prompts. Collective.
+
+    Returns:
+        The samples of all ranks in one order, and what each rank's decoder counted (none where it was Hugging Face's).
+    """
     repeated = [row for row in prompts for _ in range(samples_per_prompt)]
     earlier = number_repeats([row.index for row in prompts])
     sample_ids = [n * samples_per_prompt + i for n in earlier for i in range(samples_per_prompt)]
-    responses = draw_responses(roles.actor, voice, repeated, sample_ids=sample_ids, seed=seed, step=step)
+    counted: list[RolloutStats] = []
+    responses = draw_responses(
+        roles.actor, voice, repeated, sample_ids=sample_ids, seed=seed, step=step, on_stats=counted.append
+    )
     mine = [
         Sample(prompt=prompt, sample_id=sample_id, response=response)
         for prompt, sample_id, response in zip(repeated, sample_ids, responses, strict=True)
     ]
-    return sorted((s for part in all_gather_objects(mine) for s in part), key=lambda sample: sample.key)
+    everything = all_gather_objects((mine, counted))
+    samples = sorted((sample for part, _ in everything for sample in part), key=lambda sample: sample.key)
+    return samples, [stats for _, part in everything for stats in part]
+
+
+def describe_decoding(stats: list[RolloutStats]) -> dict[str, float]:
+    """How busy the decoders of all ranks were; empty without numbers."""
+    forwards = sum(s.forwards for s in stats)
+    seconds = [s.prefill_seconds + s.decode_seconds for s in stats]
+    if not forwards or max(seconds) == 0:
+        return {}
+    return {
+        "speed/decode_tokens_per_second": sum(s.tokens for s in stats) / max(seconds),
+        "speed/decode_occupancy": sum(s.occupancy * s.forwards for s in stats) / forwards,
+        "speed/decode_tail_frac": sum(s.tail_frac * s.forwards for s in stats) / forwards,
+        "speed/decode_prefill_frac": sum(s.prefill_seconds for s in stats) / sum(seconds),
+        "speed/decode_idle_frac": 1.0 - sum(seconds) / (len(seconds) * max(seconds)),
+    }
 
 
 def number_repeats(indices: list[int]) -> list[int]:

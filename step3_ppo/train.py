@@ -32,7 +32,7 @@ from step3_ppo.experience import Experience, ScoredSequence, right_pad, sequence
 from step3_ppo.kl import KLCoefficient
 from step3_ppo.rewards import KL_ESTIMATORS, RunningScale, shape_score
 from step3_ppo.roles import Roles, build_roles, check_artifacts, check_language, load_ds_configs, model_configs
-from step3_ppo.rollout import Judges, roll_out, score_responses
+from step3_ppo.rollout import Judges, describe_decoding, roll_out, score_responses
 from step3_ppo.update import update
 
 logger = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ def train(cfg: PPOConfig) -> None:
     for step, micro_batches in run.steps(loader):
         with run.timer("rollout"):
             mine = [row for micro in micro_batches for row in micro]
-            samples = roll_out(
+            samples, decoded = roll_out(
                 roles, voice, mine, samples_per_prompt=cfg.rollout.samples_per_prompt, seed=cfg.run.seed, step=step
             )
         with run.timer("score"):
@@ -93,7 +93,7 @@ def train(cfg: PPOConfig) -> None:
         with run.timer("update"):
             update(roles, experience, voice, cfg.update, run, batching=update_batching, step=step, dtype=dtype)
         values = summarise(experience, kl_coef=kl_coef.value)
-        run.metrics.set(values)
+        run.metrics.set({**values, **describe_decoding(decoded)})
         kl_coef.update(values["ppo/kl_ref"], num_sequences=len(sequences))
         run.count_tokens(sum(sample.num_tokens for sample in samples[rank() :: world_size()]))
         run.log(step)

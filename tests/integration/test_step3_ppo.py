@@ -113,7 +113,7 @@ def test_before_the_first_update_kl_is_0_and_the_ratio_1(
     train(cfg)
     (experience,) = experiences
     sequences = experience.sequences
-    assert len({len(s.prompt_ids) for s in sequences}) > 2 and len({len(s.response_ids) for s in sequences}) > 2
+    assert len({len(s.prompt_ids) for s in sequences}) > 2 and len({len(s.response_ids) for s in sequences}) > 1
     for s in sequences:
         if old_logprobs == "rescore":
             # Bit for bit: reference and actor are the same weights in the same forward.

@@ -6,7 +6,8 @@ from rlhf.config import SamplingConfig
 from rlhf.data.collate import collate_responses
 from rlhf.models.policy import Policy
 from rlhf.models.scalar_head import ScalarModel
-from step3_ppo.rollout import estimate_values, score_tokens
+from rlhf.rollout.decode import RolloutStats
+from step3_ppo.rollout import describe_decoding, estimate_values, score_tokens
 
 PROMPTS = [[4, 9, 3], [7], [5, 5, 8, 6, 9]]
 RESPONSES = [[8, 1], [1], [6, 4, 9, 7]]  # 1 is eos and pad
@@ -58,3 +59,29 @@ def test_a_value_is_the_estimate_before_its_token(config: OPTConfig) -> None:
         for t in range(len(response)):
             expected = model(input_ids=torch.tensor([prompt + response[:t]])).logits[0, 0]
             torch.testing.assert_close(value_SR[i, t], expected, atol=1e-5, rtol=0)
+
+
+def test_decoding_of_two_ranks_by_hand() -> None:
+    """30 and 10 tokens in 2 s and 1 s: 40 / 2; of 4 + 1 forwards; the second rank idles 1 of 4 rank-seconds."""
+    one = RolloutStats(
+        tokens=30, forwards=4, occupancy=0.75, tail_frac=0.25, prefill_tokens=9, prefill_seconds=0.5, decode_seconds=1.5
+    )
+    two = RolloutStats(
+        tokens=10,
+        forwards=1,
+        occupancy=0.25,
+        tail_frac=1.0,
+        prefill_tokens=3,
+        prefill_seconds=0.25,
+        decode_seconds=0.75,
+    )
+    assert describe_decoding([one, two]) == pytest.approx(
+        {
+            "speed/decode_tokens_per_second": 20.0,
+            "speed/decode_occupancy": (3.0 + 0.25) / 5,
+            "speed/decode_tail_frac": (1.0 + 1.0) / 5,
+            "speed/decode_prefill_frac": 0.25,
+            "speed/decode_idle_frac": 0.25,
+        }
+    )
+    assert describe_decoding([]) == {}

@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 # Rows that the order of the weights is chosen for. From 1 to 1000 rows, products are as fast as with their own number.
 PACKED_FOR_ROWS = 32
+# Below so many weights oneDNN's call takes longer than it saves in float32; in narrower types it always saves.
+FEWEST_FLOAT32_WEIGHTS = 1 << 17
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,9 +40,9 @@ class Packing:
 def packed_linears(model: nn.Module) -> Iterator[Packing]:
     """Let linear layers compute on copies of their weights: in oneDNN's order on a CPU, with adapters merged anywhere.
 
-    Layers that neither gains anything for stay as they are: on an accelerator all without adapters; on a CPU those of a
-    type that oneDNN does not take here. The weights themselves are never written, and on leaving the block, also by an
-    exception, each layer computes as before. Changes of weights inside the block are not seen.
+    Layers that gain nothing stay as they are: on an accelerator all without adapters; on a CPU small ones, and those of
+    a type that oneDNN does not take here. The weights themselves are never written, and on leaving the block, also by
+    an exception, each layer computes as before. Changes of weights inside the block are not seen.
 
     Args:
         model: whose weights are whole on this rank and are used without gradients.
@@ -58,7 +60,8 @@ def packed_linears(model: nn.Module) -> Iterator[Packing]:
             if not _is_linear(linear):
                 continue
             weight = cast(Tensor, linear.weight).detach()
-            packable = weight.device.type == "cpu" and can_pack(weight.dtype)
+            large = weight.dtype != torch.float32 or weight.numel() >= FEWEST_FLOAT32_WEIGHTS
+            packable = weight.device.type == "cpu" and large and can_pack(weight.dtype)
             if not (merged or packable):
                 continue
             weight_OI = _with_adapters(module, weight) if merged else weight.T if isinstance(linear, Conv1D) else weight

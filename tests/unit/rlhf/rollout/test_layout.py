@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rlhf.rollout import layout as layout_module
 from rlhf.rollout.cache import SlotCache
 from rlhf.rollout.layout import SlotLayout
 
@@ -36,8 +37,9 @@ def filled_cache(num_slots: int, num_key_heads: int, dtype: torch.dtype = torch.
 @pytest.mark.parametrize("path", ["attend_sparse", "attend_masked"])
 @pytest.mark.parametrize(("num_heads", "num_key_heads"), [(3, 3), (4, 2), (4, 1)])
 @pytest.mark.parametrize(("slots", "lengths"), [([0, 1, 2, 3], [5, 1, 24, 6]), ([1, 4], [1, 9]), ([5], [24])])
-def test_rows_see_their_own_tokens(path, num_heads, num_key_heads, slots, lengths):
+def test_rows_see_their_own_tokens(monkeypatch, path, num_heads, num_key_heads, slots, lengths):
     """Ragged rows, one of length 1, a full one, slots with gaps; shared key heads."""
+    monkeypatch.setattr(layout_module, "LENGTH_STEP", 1)
     cache = filled_cache(6, num_key_heads)
     layout = SlotLayout(cache, slots=slots, lengths=lengths)
     query_NHd = torch.randn(len(slots), num_heads, HEAD_SIZE, generator=torch.Generator().manual_seed(1))

@@ -14,6 +14,11 @@ from rlhf.rollout import packed
 from rlhf.rollout.packed import can_pack, packed_linears
 
 
+@pytest.fixture(autouse=True)
+def small_layers_too(monkeypatch):
+    monkeypatch.setattr(packed, "FEWEST_FLOAT32_WEIGHTS", 0)
+
+
 def with_adapters(model, *, bfloat16=False):
     """Adapters that say something, two layers of them with a bias in the base."""
     model = add_lora(model.bfloat16() if bfloat16 else model, LoRAConfig(rank=4, alpha=6))
@@ -153,6 +158,14 @@ def test_without_the_kernels_only_adapters_change(tiny_model, monkeypatch):
         torch.testing.assert_close(logits(model), expected, atol=1e-4, rtol=1e-4)
     with packed_linears(tiny_model("llama")) as packing:
         assert packing.num_layers == 0
+
+
+def test_small_float32_layers_are_left_alone(monkeypatch):
+    monkeypatch.setattr(packed, "FEWEST_FLOAT32_WEIGHTS", 101)
+    model = nn.ModuleList([nn.Linear(10, 10), nn.Linear(10, 11), nn.Linear(10, 10).bfloat16()])
+    with packed_linears(model):
+        changed = ["forward" in vars(layer) for layer in model]
+    assert changed == [False, can_pack(torch.float32), can_pack(torch.bfloat16)]
 
 
 def test_kernels_that_are_missing_or_wrong_are_not_used(monkeypatch):

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from rlhf.config import SamplingConfig
-from rlhf.rollout import slots
+from rlhf.rollout import packed, slots
 from rlhf.rollout.decode import RolloutStats, generate
 
 EOS = 1
@@ -132,6 +132,24 @@ def test_many_samples_of_one_token(tiny_model):
     assert responses[4] == answer(model, [[5, 6, 7]], uids=[1], sample_ids=[4], max_new_tokens=1)[0]
 
 
+def test_a_sample_moves_into_the_slot_that_holds_its_prompt(tiny_model, monkeypatch):
+    """Both slots become free at once; nothing has to be copied, and nothing is kept for prompts nobody waits for."""
+    kept, copies = [], []
+
+    class Spy(slots._Slots):
+        def __init__(self, *args):
+            super().__init__(*args)
+            kept.append(self)
+            self.cache.copy = lambda *args, **kwargs: copies.append(args)
+
+    monkeypatch.setattr(slots, "_Slots", Spy)
+    model = tiny_model("opt")
+    forwards = watch(model)
+    answer(model, [[5, 6, 7], [8, 9], [8, 9]], uids=[1, 2, 2], sample_ids=[0, 0, 1], max_new_tokens=1, batch_size=2)
+    assert len(forwards) == 1 and not copies
+    assert kept[0].holds == [(1, (5, 6, 7)), (2, (8, 9))] and not kept[0].known
+
+
 @pytest.mark.parametrize("num_slots", [2, 7])
 def test_slots_that_are_closed_up_or_read_by_mask_change_nothing(tiny_model, monkeypatch, family, num_slots):
     """The accelerators' attention on the CPU, and gaps closed at every chance."""
@@ -186,8 +204,9 @@ def test_numbers_without_prompts(tiny_model):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("pack_weights", [False, True])
-def test_packed_weights_say_the_same(tiny_model, family, dtype, pack_weights):
+def test_packed_weights_say_the_same(tiny_model, monkeypatch, family, dtype, pack_weights):
     """Log-probs equal a rescoring forward: 1e-4 in float32, a few roundings in bfloat16."""
+    monkeypatch.setattr(packed, "FEWEST_FLOAT32_WEIGHTS", 0)
     model = tiny_model(family).to(dtype)
     for prompt, response in zip(PROMPTS, answer(model, pack_weights=pack_weights), strict=True):
         with torch.no_grad():
@@ -206,11 +225,14 @@ def test_packing_of_sharded_weights_is_refused(tiny_model):
 
 
 def test_sharded_weights_are_not_packed(tiny_model):
-    model = tiny_model("opt")
+    model = tiny_model("opt").bfloat16()
     seen = []
     model.lm_head.register_forward_hook(lambda module, *_: seen.append("forward" in vars(module)))
     answer(model, all_ranks_running=lambda running: running)
     assert seen and not any(seen)
+    seen.clear()
+    answer(model)
+    assert set(seen) == {packed.can_pack(torch.bfloat16)}
 
 
 def test_a_row_that_overflows_names_its_token(tiny_model):

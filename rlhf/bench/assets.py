@@ -24,7 +24,6 @@ from rlhf.bench.workload import (
     SPECIAL_TOKENS,
     Sizes,
     rows_of,
-    stop_logit,
     words,
     write_rows,
 )
@@ -37,7 +36,8 @@ from rlhf.stage import Language
 MEAN_RAGGED_ANSWER = 60
 """Tokens of an answer whose end is drawn: about geometric, so a few reach the limit of 200."""
 _BIAS_SIZE = 8.0
-"""Length of the last norm's bias; its normal inputs have length 1 along any direction."""
+"""Length of the last norm's bias; what comes out of the norm has length 1 along any direction."""
+_CALIBRATION_ROWS = 16
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -92,22 +92,44 @@ def make_language(vocabulary: int) -> Language:
 
 
 @torch.no_grad()
-def make_stop(model: PreTrainedModel, stop_token_id: int, *, mean_length: float) -> None:
+def make_stop(model: PreTrainedModel, stop_token_id: int, *, mean_length: int, longest: int) -> None:
     """Change an OPT model's weights so that its random answers end, after `mean_length` tokens on average.
 
     The last norm's bias gets a direction of its own, the stop token's embedding points along it and the others hardly
-    do, so the stop token's logit is about the same at every position.
+    do, so the stop token's logit is about the same at every position. How large it has to be is measured on answers
+    that the model draws without it: a random model repeats itself, which no formula knows.
+
+    Args:
+        model: is changed in place.
+        stop_token_id: ends an answer.
+        mean_length: of answers that are cut at `longest`.
+        longest: tokens of the longest answer.
     """
-    decoder = cast(Any, model).model.decoder
     embedding = cast(nn.Embedding, model.get_input_embeddings()).weight
     vocabulary, hidden = embedding.shape
-    direction = torch.randn(hidden, generator=torch.Generator().manual_seed(SEED))
+    generator = torch.Generator().manual_seed(SEED)
+    direction = torch.randn(hidden, generator=generator)
     direction /= direction.norm()
-    logit = stop_logit(
-        vocabulary=vocabulary, hidden=hidden, init_std=float(model.config.init_std), mean_length=mean_length
-    )
-    decoder.final_layer_norm.bias += _BIAS_SIZE * direction
-    embedding[stop_token_id] = logit / _BIAS_SIZE * direction
+    cast(Any, model).model.decoder.final_layer_norm.bias += _BIAS_SIZE * direction
+    embedding[stop_token_id] = 0.0
+    prompt_BP = torch.randint(len(SPECIAL_TOKENS), vocabulary, (_CALIBRATION_ROWS, 4), generator=generator)
+    with torch.random.fork_rng([]):
+        torch.manual_seed(SEED)
+        token_ids_BT = cast(Any, model).generate(
+            input_ids=prompt_BP, attention_mask=torch.ones_like(prompt_BP), do_sample=True, top_k=0,
+            max_new_tokens=longest, min_new_tokens=longest,
+        )  # fmt: skip
+    hidden_BRD = cast(Any, model).model(token_ids_BT).last_hidden_state[:, prompt_BP.shape[1] - 1 : -1]
+    others_BRV = hidden_BRD @ embedding.T
+    others_BRV[..., stop_token_id] = -torch.inf
+    along_BR, others_BR = hidden_BRD @ direction, others_BRV.logsumexp(-1)
+    low, high = 0.0, 10.0
+    for _ in range(40):
+        size = (low + high) / 2
+        running_BR = (1 - torch.sigmoid(size * along_BR - others_BR)).cumprod(-1)
+        length = 1 + float(running_BR[:, :-1].sum(-1).mean())
+        low, high = (size, high) if length > mean_length else (low, size)
+    embedding[stop_token_id] = low * direction
 
 
 def _save(model: PreTrainedModel, language: Language, folder: Path, kind: Kind) -> None:

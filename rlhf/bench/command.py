@@ -244,7 +244,11 @@ def _run_once(bench: Bench, line: Line, contestant: Contestant, number: int, set
 def _said(sample: Sample) -> str:
     if not sample.tokens:
         return f"{sample.wall_seconds:.2f} s"
-    return f"{sample.tokens_per_second:,.0f} tokens/s, {sample.step_seconds:.2f} s a step"
+    said = f"{sample.tokens_per_second:,.0f} tokens/s, {sample.step_seconds:.2f} s a step"
+    if sample.cpu_seconds is None:
+        return said
+    # Well below 100 % somebody else was on the processors, and the wall time says little.
+    return f"{said}, processors {sample.cpu_seconds / (sample.wall_seconds * sample.ranks):.0%} busy with it"
 
 
 def _save(settings: Settings, report: dict[str, Any]) -> None:

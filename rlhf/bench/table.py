@@ -36,6 +36,8 @@ def write_section(path: Path, text: str) -> None:
 def _how(report: Mapping[str, Any]) -> str:
     machine, peaks = report["machine"], report["machine"]["peaks"]
     versions = ", ".join(f"{name} {version}" for name, version in sorted(report["versions"].items()))
+    rounds = report["settings"]["rounds"]
+    middle = "One round" if rounds == 1 else f"Medians of {rounds} rounds"
     quick = " Sizes are those of `--quick`: they say that the command works and nothing about speed." * (
         report["settings"]["sizes"] == "quick"
     )
@@ -43,8 +45,7 @@ def _how(report: Mapping[str, Any]) -> str:
         f"```bash\n{report['command']}\n```\n\n"
         f"{report['date']}, {machine['cpu']}, {machine['cores']} cores, one thread a rank: matmul "
         f"{peaks['matmul_fp32_flops'] / 1e9:.0f} GFLOP/s fp32 and {peaks['matmul_bf16_flops'] / 1e9:.0f} bf16, copy "
-        f"{peaks['copy_bytes_per_second'] / 1e9:.0f} GB/s. {versions}. Medians of {report['settings']['rounds']} "
-        f"rounds.{quick}"
+        f"{peaks['copy_bytes_per_second'] / 1e9:.0f} GB/s. {versions}. {middle}.{quick}"
     )
 
 

@@ -171,12 +171,3 @@ def write_rows(path: Path, lengths: Sequence[Lengths], *, vocabulary: int, seed:
 
 def _text(rng: random.Random, choices: Sequence[str], count: int) -> str:
     return " ".join(rng.choices(choices, k=count))
-
-
-def stop_logit(*, vocabulary: int, hidden: int, init_std: float, mean_length: float) -> float:
-    """Logit of the stop token at which random weights stop after `mean_length` tokens on average.
-
-    The other logits are about normal with standard deviation init_std * sqrt(hidden), so their exponentials sum to
-    vocabulary * exp(variance / 2).
-    """
-    return math.log(vocabulary / (mean_length - 1)) + init_std**2 * hidden / 2

@@ -5,13 +5,15 @@ import math
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from rlhf.bench import assets
 from rlhf.bench.assets import make_language, make_stop, make_tokenizer
-from rlhf.bench.workload import FULL, QUICK, Lengths, mixed_lengths, rows_of, stop_logit, words, write_rows
+from rlhf.bench.peers.recorder import response_length
+from rlhf.bench.workload import FULL, QUICK, Lengths, mixed_lengths, rows_of, words, write_rows
 from rlhf.config import DataConfig, ModelConfig, SourceConfig, SplitConfig
 from rlhf.data.dataset import build_dataset
 from rlhf.models.build import build_causal_lm
@@ -69,21 +71,22 @@ def test_a_larger_vocabulary_reads_the_same_ids() -> None:
     assert len(make_tokenizer(64)) == 64
 
 
-def test_stop_logit_gives_the_mean_length() -> None:
-    """9 ordinary tokens of logit 0: at the logit of ln(9 / 2) the stop token has a third of the probability."""
-    logit = stop_logit(vocabulary=9, hidden=1, init_std=0.0, mean_length=3)
-    assert math.exp(logit) / (9 + math.exp(logit)) == pytest.approx(1 / 3)
-
-
 def test_random_weights_stop_about_as_often_as_asked() -> None:
+    """Answers as PPO draws them, with the model's own repetitions; some stop at once, some at the limit."""
     sizes = replace(QUICK, hidden=64, vocabulary=256)
     language = make_language(256)
-    model = build_causal_lm(ModelConfig(config=sizes.actor()), language.tokenizer, seed=1)
-    make_stop(model, language.template.stop_token_id, mean_length=20)
-    token_ids_BT = torch.randint(4, 256, (8, 50), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        probability_BT = model(input_ids=token_ids_BT).logits.softmax(-1)[..., language.template.stop_token_id]
-    assert 15 < 1 / float(probability_BT.mean()) < 30
+    model: Any = build_causal_lm(ModelConfig(config=sizes.actor()), language.tokenizer, seed=1)
+    stop_id = language.template.stop_token_id
+    make_stop(model, stop_id, mean_length=12, longest=40)
+    prompt_BP = torch.randint(4, 256, (64, 6), generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(1)
+    drawn = model.generate(
+        input_ids=prompt_BP, attention_mask=torch.ones_like(prompt_BP), do_sample=True, top_k=0, max_new_tokens=40,
+        pad_token_id=2,
+    )[:, 6:].tolist()  # fmt: skip
+    lengths = [response_length(row, stop_id) for row in drawn]
+    assert 8 < sum(lengths) / len(lengths) < 17
+    assert min(lengths) <= 4 and len(set(lengths)) > 10
 
 
 def test_assets_are_written_once_and_again_for_other_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -249,6 +249,32 @@ class SamplingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class VLLMConfig:
+    """What vLLM may take of the machine where it decodes (docs/vllm.md)."""
+
+    gpu_memory_share: float = 0.3
+    """Share of the device's memory (on CPUs: of the NUMA node's) for weights, activations and KV cache together."""
+    kv_cache_bytes: int | None = None
+    """Size of the KV cache; null: what gpu_memory_share leaves."""
+    prefill_tokens: int = 8192
+    """Prompt tokens of one forward at most; a longer prompt is split."""
+    compiled: bool = False
+    """Compile the model (torch.compile, on GPUs CUDA graphs too): minutes at the start for less time per token."""
+    sleep: bool = False
+    """Give weights and KV cache back between rollouts; needs a GPU."""
+
+    def __post_init__(self) -> None:
+        if self.prefill_tokens < 1:
+            raise ValueError(f"vllm.prefill_tokens must be >= 1, got {self.prefill_tokens}.")
+        if not 0 < self.gpu_memory_share < 1:
+            raise ValueError(
+                f"vllm.gpu_memory_share must be in (0, 1), got {self.gpu_memory_share}. The trainer needs the rest."
+            )
+        if self.kv_cache_bytes is not None and self.kv_cache_bytes < 1:
+            raise ValueError(f"vllm.kv_cache_bytes must be >= 1, got {self.kv_cache_bytes}. Leave it out to derive it.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class EvalConfig:
     """What an evaluation looks at."""
 

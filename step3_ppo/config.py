@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from rlhf.config import DataConfig, EvalConfig, ModelConfig, OptimConfig, RunConfig, SamplingConfig
+from rlhf.config import DataConfig, EvalConfig, ModelConfig, OptimConfig, RunConfig, SamplingConfig, VLLMConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +28,10 @@ class RolloutConfig:
     """Prompts of one PPO step, over all ranks."""
     samples_per_prompt: int = 1
     """Responses drawn for each prompt."""
+    engine: Literal["builtin", "vllm"] = "builtin"
+    """Who decodes: rlhf/rollout, or vLLM in the rank's process (docs/vllm.md)."""
+    vllm: VLLMConfig = field(default_factory=VLLMConfig)
+    """What vLLM may take of the machine."""
     batch_size: int = 64
     """Sequences decoded side by side on one rank."""
     score_batch_size: int = 32
@@ -59,6 +63,8 @@ class UpdateConfig:
     """Half-width of the policy-ratio interval (Schulman et al. 2017, sec. 3)."""
     clip_value: float = 0.2
     """Half-width of the interval around the old value estimate; 0: no clipping."""
+    importance_cap: float = 0.0
+    """Largest importance weight of a token, for what decoder and update round differently; 0: no weights."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     target_kl: float = 0.0
@@ -71,6 +77,8 @@ class UpdateConfig:
             raise ValueError(
                 f"update.epochs and update.minibatch_size must be >= 1, got {self.epochs}, {self.minibatch_size}."
             )
+        if self.importance_cap and not self.importance_cap >= 1:
+            raise ValueError(f"update.importance_cap must be 0 or at least 1, got {self.importance_cap}. Usual is 2.")
         if not 0 < self.clip_ratio < 1:
             raise ValueError(f"update.clip_ratio must be in (0, 1), got {self.clip_ratio}.")
         if min(self.clip_value, self.entropy_coef, self.target_kl, self.critic_warmup_steps) < 0:
@@ -187,13 +195,7 @@ class PPOConfig:
     def __post_init__(self) -> None:
         if self.max_steps < 1:
             raise ValueError(f"max_steps must be >= 1, got {self.max_steps}.")
-        for role in ("actor", "reward"):
-            if not getattr(self, role).path:
-                step = 2 if role == "reward" else 1
-                raise ValueError(f"{role}.path is empty. Name the model folder that step {step} wrote.")
-        for role in ("actor", "reward", "critic", "reference"):
-            if getattr(self, role).config is not None:
-                raise ValueError(f"{role}.config is set, but step 3 starts from trained models. Use {role}.path.")
+        self._check_models()
         if self.rollout.num_sequences % self.update.minibatch_size:
             raise ValueError(
                 f"rollout.prompts_per_step x rollout.samples_per_prompt = {self.rollout.num_sequences} is not a "
@@ -204,6 +206,11 @@ class PPOConfig:
                 f"update.critic_warmup_steps={self.update.critic_warmup_steps} leaves no step for the actor: "
                 f"max_steps is {self.max_steps}. Lower it."
             )
+        if self.update.importance_cap and self.rollout.old_logprobs != "rescore":
+            raise ValueError(
+                f"update.importance_cap={self.update.importance_cap} compares the decoder's log-probs with the actor's "
+                "own, but rollout.old_logprobs is `decoder`. Set it to `rescore`."
+            )
         if self.sampling.temperature == 0:
             raise ValueError("sampling.temperature is 0, but PPO needs samples. Use a temperature above 0, usually 1.")
         if self.sampling.min_new_tokens > self.data.max_response_tokens:
@@ -211,6 +218,15 @@ class PPOConfig:
                 f"sampling.min_new_tokens={self.sampling.min_new_tokens} is above data.max_response_tokens="
                 f"{self.data.max_response_tokens}. Lower it."
             )
+
+    def _check_models(self) -> None:
+        for role in ("actor", "reward"):
+            if not getattr(self, role).path:
+                step = 2 if role == "reward" else 1
+                raise ValueError(f"{role}.path is empty. Name the model folder that step {step} wrote.")
+        for role in ("actor", "reward", "critic", "reference"):
+            if getattr(self, role).config is not None:
+                raise ValueError(f"{role}.config is set, but step 3 starts from trained models. Use {role}.path.")
 
     @property
     def num_updates(self) -> int:

@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from rlhf.distributed import all_gather_objects, rank, shutdown, world_size
 from rlhf.engine import setup
 from rlhf.rollout.answers import Voice
 from rlhf.rollout.selfcheck import check_greedy
+from rlhf.rollout.vllm import VLLMEngine
 from rlhf.rollout.weights import lend_weights
 from rlhf.rules import rule_named
 from rlhf.run import Run
@@ -69,7 +70,9 @@ def train(cfg: PPOConfig) -> None:
     engines = {"actor": roles.actor, "critic": roles.critic}
     parts: dict[str, checkpoint.Stateful] = {"loader": loader, "kl_coef": kl_coef, "scale": scale}
     checkpoint.resume(run, engines, parts)
-    voice = trusted_voice(roles, make_voice(cfg, language, roles), rows or [prompts[0]])
+    voice = make_voice(cfg, language, roles)
+    if voice.vllm is None:
+        voice = trusted_voice(roles, voice, rows or [prompts[0]])
     dtype = ds_config.dtype_name(ds["actor"])
     score_batching, update_batching = make_batchings(cfg, language, ds)
 
@@ -118,6 +121,19 @@ def make_voice(cfg: PPOConfig, language: Language, roles: Roles) -> Voice:
         max_new_tokens=cfg.data.max_response_tokens,
         batch_size=cfg.rollout.batch_size,
         gathered=roles.actor.hybrid_engine.enabled,
+        vllm=make_vllm(cfg, language, roles) if cfg.rollout.engine == "vllm" else None,
+    )
+
+
+def make_vllm(cfg: PPOConfig, language: Language, roles: Roles) -> VLLMEngine:
+    """vLLM in this rank's process, for the actor's weights. Collective."""
+    return VLLMEngine(
+        cast(Any, roles.actor.module).config,
+        options=cfg.rollout.vllm,
+        max_num_seqs=cfg.rollout.batch_size,
+        dtype=getattr(torch, ds_config.dtype_name(roles.actor.ds)),
+        max_model_len=cfg.data.max_prompt_tokens + cfg.data.max_response_tokens,
+        tokenizer=language.tokenizer,
     )
 
 

@@ -8,6 +8,7 @@ from rlhf.data.batching import Batching
 from rlhf.distributed import all_sum, rank, world_size
 from rlhf.ops import masked_sum
 from rlhf.rollout.answers import Voice
+from rlhf.rollout.importance import importance_weights
 from rlhf.run import Run
 from step3_ppo.checks import TOLERANCE, ratio_is_one
 from step3_ppo.config import UpdateConfig
@@ -103,8 +104,14 @@ def _update_actor(
         actor = score_tokens(roles.actor, micro.batch, voice, num_columns=micro.mask_SR.shape[1])
         if roles.actor.step_count == 0:
             ratio_is_one(actor.logprob_SR, micro.old_logprob_SR, micro.mask_SR, dtype=dtype)
+        advantage_SR = micro.advantage_SR
+        if config.importance_cap:
+            # A factor of the loss, which is linear in the advantage.
+            advantage_SR = advantage_SR * importance_weights(
+                micro.old_logprob_SR, micro.rollout_logprob_SR, micro.mask_SR, cap=config.importance_cap
+            )
         loss, stats = policy_loss_sum(
-            actor.logprob_SR, micro.old_logprob_SR, micro.advantage_SR, micro.mask_SR, clip_ratio=config.clip_ratio
+            actor.logprob_SR, micro.old_logprob_SR, advantage_SR, micro.mask_SR, clip_ratio=config.clip_ratio
         )
         entropy_sum = masked_sum(actor.entropy_SR, micro.mask_SR)
         roles.actor.accumulate(loss - config.entropy_coef * entropy_sum, count=count, last=i == len(micro_batches) - 1)

@@ -11,8 +11,10 @@ from rlhf.data.dataset import PromptRow
 from rlhf.data.template import ChatTemplate
 from rlhf.distributed import all_gather_objects, rank, world_size
 from rlhf.engine import FrozenEngine, TrainEngine
+from rlhf.models.lora import merged_state_dict
 from rlhf.rollout.decode import PREFILL_TOKENS, Response, RolloutStats, generate
 from rlhf.rollout.plain import generate_plain
+from rlhf.rollout.vllm import VLLMEngine
 from rlhf.rollout.weights import lend_weights
 
 
@@ -47,6 +49,8 @@ class Voice:
     """Under ZeRO-3, decode on whole weights gathered once; false: layer by layer, the ranks in step."""
     plain: bool = False
     """Decode by Hugging Face's generate, for a model on which ours was found to differ from it."""
+    vllm: VLLMEngine | None = None
+    """Decode by vLLM."""
     prefill_tokens: int = PREFILL_TOKENS
     """Most prompt tokens in one forward."""
     pack_weights: bool | None = None
@@ -77,8 +81,23 @@ def draw_responses(
         sample_ids: number of the sample for each prompt, so that several samples of one prompt differ.
         seed: of the run.
         step: of training; a prompt met again at another step gets another response.
-        on_stats: gets what this rank's rollout did, unless `voice.plain`.
+        on_stats: gets what this rank's rollout did, unless Hugging Face's generate or vLLM did it.
     """
+    if voice.vllm is not None:
+        with lend_weights(engine, gathered=True) as (model, _):
+            voice.vllm.push_weights(merged_state_dict(model.state_dict(), model).items())
+        responses = voice.vllm.generate(
+            [list(map(int, row.prompt_ids)) for row in prompts],
+            uids=[row.uid for row in prompts],
+            sample_ids=list(sample_ids),
+            sampling=voice.sampling,
+            stop_token_ids=voice.stop_token_ids,
+            max_new_tokens=voice.max_new_tokens,
+            seed=seed,
+            step=step,
+        )
+        voice.vllm.rest()
+        return responses
     with lend_weights(engine, gathered=voice.gathered) as (model, all_ranks_running):
         token_ids = [list(map(int, row.prompt_ids)) for row in prompts]
         uids = [row.uid for row in prompts]

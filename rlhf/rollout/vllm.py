@@ -24,43 +24,12 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerBase
 
 from rlhf import distributed
-from rlhf.config import SamplingConfig
+from rlhf.config import SamplingConfig, VLLMConfig
 from rlhf.models.build import check_length_fits
 from rlhf.rollout.decode import Response
 from rlhf.rollout.sampling import TokenChooser, uniform
 from rlhf.rollout.stopping import StopRule
 from rlhf.rollout.vllm_tokens import ROW, Draws, processor_class
-
-
-@dataclass(frozen=True, kw_only=True)
-class VLLMOptions:
-    """What vLLM may take of the machine."""
-
-    max_num_seqs: int
-    """Sequences decoded side by side on one rank."""
-    gpu_memory_share: float = 0.3
-    """Share of the device's memory (on CPUs: of the NUMA node's) for weights, activations and KV cache together."""
-    kv_cache_bytes: int | None = None
-    """Size of the KV cache; None: what gpu_memory_share leaves."""
-    prefill_tokens: int = 8192
-    """Prompt tokens of one forward at most; a longer prompt is split."""
-    compiled: bool = False
-    """Compile the model (torch.compile, on GPUs CUDA graphs too): minutes at the start for less time per token."""
-    sleep: bool = False
-    """Let `VLLMEngine.sleep` give weights and KV cache back between rollouts; needs a GPU."""
-
-    def __post_init__(self) -> None:
-        if self.max_num_seqs < 1 or self.prefill_tokens < self.max_num_seqs:
-            raise ValueError(
-                "vllm.max_num_seqs must be >= 1 and vllm.prefill_tokens >= max_num_seqs, got "
-                f"{self.max_num_seqs}, {self.prefill_tokens}. Raise them."
-            )
-        if not 0 < self.gpu_memory_share < 1:
-            raise ValueError(
-                f"vllm.gpu_memory_share must be in (0, 1), got {self.gpu_memory_share}. The trainer needs the rest."
-            )
-        if self.kv_cache_bytes is not None and self.kv_cache_bytes < 1:
-            raise ValueError(f"vllm.kv_cache_bytes must be >= 1, got {self.kv_cache_bytes}. Leave it out to derive it.")
 
 
 class VLLMEngine:
@@ -73,7 +42,8 @@ class VLLMEngine:
         self,
         config: PreTrainedConfig,
         *,
-        options: VLLMOptions,
+        options: VLLMConfig,
+        max_num_seqs: int,
         dtype: torch.dtype,
         max_model_len: int,
         tokenizer: PreTrainedTokenizerBase | None = None,
@@ -82,7 +52,8 @@ class VLLMEngine:
 
         Args:
             config: of the Hugging Face causal LM whose weights will be pushed, vocabulary as grown.
-            options: memory and batch.
+            options: what it may take of the machine.
+            max_num_seqs: sequences decoded side by side on one rank.
             dtype: of weights and KV cache.
             max_model_len: tokens of the longest prompt and response together.
             tokenizer: needed for stop strings; vLLM itself gets none.
@@ -98,6 +69,7 @@ class VLLMEngine:
         self.max_model_len = max_model_len
         self.tokenizer = tokenizer
         self._draws: Draws | None = None
+        self._sleeps = options.sleep
         self._asleep = False
         architecture = cast(type, AutoModelForCausalLM._model_mapping[type(config)]).__name__
         vllm = _import_vllm()
@@ -118,8 +90,8 @@ class VLLMEngine:
                 generation_config="vllm",
                 dtype=str(dtype).removeprefix("torch."),
                 max_model_len=max_model_len,
-                max_num_seqs=options.max_num_seqs,
-                max_num_batched_tokens=options.prefill_tokens,
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max(options.prefill_tokens, max_num_seqs),
                 gpu_memory_utilization=options.gpu_memory_share,
                 kv_cache_memory_bytes=options.kv_cache_bytes,
                 enforce_eager=not options.compiled,
@@ -156,10 +128,11 @@ class VLLMEngine:
             self._asleep = False
         self._llm.reset_prefix_cache()  # keys and values of the old weights
 
-    def sleep(self) -> None:
-        """Free weights and KV cache until the next `push_weights`."""
-        self._llm.sleep(level=2)
-        self._asleep = True
+    def rest(self) -> None:
+        """Free weights and KV cache until the next `push_weights`, if the options say so."""
+        if self._sleeps:
+            self._llm.sleep(level=2)
+            self._asleep = True
 
     def generate(
         self,

@@ -4,6 +4,7 @@ import copy
 import gc
 import importlib.util
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,17 +12,21 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rlhf import distributed, engine
-from rlhf.config import LoRAConfig, SamplingConfig
+from rlhf.config import LoRAConfig, SamplingConfig, VLLMConfig
 from rlhf.models.build import train_bpe
 from rlhf.models.lora import add_lora, merged_state_dict
 from rlhf.models.policy import Policy
 from rlhf.ops import transform_logits
 from rlhf.rollout.decode import Response, generate
 from rlhf.rollout.selfcheck import compare_greedy
-from rlhf.rollout.vllm import VLLMEngine, VLLMOptions
+from rlhf.rollout.vllm import VLLMEngine
 from rlhf.rollout.weights import lend_weights
+from step1_sft.train import train as train_sft
+from step2_reward.train import train as train_reward
+from step3_ppo.train import train as train_ppo
 from tests.distributed.harness import Ranks
 from tests.distributed.tiny import engine_of
+from tests.stages import ppo_config, result, reward_config, series, sft_config, write_rows, yes_rows
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vllm is not installed; docs/vllm.md says how"
@@ -62,8 +67,8 @@ def build_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float3
 
 
 def build_engine(model: PreTrainedModel, *, dtype: torch.dtype = torch.float32, **changes: Any) -> VLLMEngine:
-    options = VLLMOptions(max_num_seqs=4, kv_cache_bytes=1 << 25, prefill_tokens=16)
-    return VLLMEngine(model.config, options=options, dtype=dtype, max_model_len=64, **changes)
+    options = VLLMConfig(kv_cache_bytes=1 << 25, prefill_tokens=16)
+    return VLLMEngine(model.config, options=options, max_num_seqs=4, dtype=dtype, max_model_len=64, **changes)
 
 
 Build = Callable[..., tuple[VLLMEngine, PreTrainedModel]]
@@ -247,8 +252,8 @@ def two_rank_job(name: str) -> list[tuple[list[Response], list[Response]]]:
     model = build_model("opt")
     config = model.config
     trained = engine_of(Policy(model), name, lr=3e-2)
-    options = VLLMOptions(max_num_seqs=4, kv_cache_bytes=1 << 25, prefill_tokens=16)
-    vllm = VLLMEngine(config, options=options, dtype=torch.float32, max_model_len=64)
+    options = VLLMConfig(kv_cache_bytes=1 << 25, prefill_tokens=16)
+    vllm = VLLMEngine(config, options=options, max_num_seqs=4, dtype=torch.float32, max_model_len=64)
     rows = [[0, 2, 4], [1], []][distributed.rank()]
     prompts = [PROMPTS[row] for row in rows]
     found = []
@@ -275,3 +280,33 @@ def test_ranks_with_an_engine_each(ranks: Ranks, name: str) -> None:
         for responses, wanted in (before, after):
             assert_equal(responses, wanted)
         assert before[0] != after[0], "the update changed nothing"
+
+
+def test_step3_by_vllm(tmp_path: Path, one_rank: None) -> None:
+    """The stage as a recipe asks for it: vLLM's log-probs stay the actor's own, also after an update."""
+    rows = write_rows(tmp_path / "rows.jsonl", yes_rows(40))
+    no_eval = {"eval__max_rows": 0, "eval__generate_rows": 0}
+    model = {
+        "model_type": "opt",
+        **FAMILIES["opt"],
+        "max_position_embeddings": 96,
+    }  # vLLM's kernels know head sizes from 32 on
+    train_sft(sft_config(tmp_path / "sft", rows, max_steps=4, model__config=model, **no_eval))
+    train_reward(reward_config(tmp_path / "rm", rows, base=tmp_path / "sft/model", **no_eval))
+    cfg = ppo_config(
+        tmp_path / "ppo",
+        rows,
+        actor=tmp_path / "sft/model",
+        reward=tmp_path / "rm/model",
+        max_steps=3,
+        rollout__engine="vllm",
+        rollout__vllm__kv_cache_bytes=1 << 26,
+        rollout__old_logprobs="rescore",
+        update__importance_cap=2.0,
+        actor_optim__lr=1e-2,
+    )
+    train_ppo(cfg)
+    gaps = series(tmp_path / "ppo", "ppo/logprob_gap")
+    assert len(gaps) == 3 and max(gaps) < 1e-5
+    assert series(tmp_path / "ppo", "ppo/kl_ref")[-1] != pytest.approx(0.0, abs=1e-3), "the actor has moved"
+    assert result(tmp_path / "ppo")["status"] == "done"

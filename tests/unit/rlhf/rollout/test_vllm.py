@@ -12,12 +12,12 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig
 
 from rlhf import distributed
-from rlhf.config import SamplingConfig
+from rlhf.config import SamplingConfig, VLLMConfig
 from rlhf.models.build import train_bpe
 from rlhf.ops import transform_logits
 from rlhf.rollout.decode import Response
 from rlhf.rollout.sampling import sample_tokens, uniform
-from rlhf.rollout.vllm import VLLMEngine, VLLMOptions
+from rlhf.rollout.vllm import VLLMEngine
 
 VOCAB = 300
 EOS = 1
@@ -164,7 +164,8 @@ def config(**changes: Any) -> PreTrainedConfig:
 
 def build(**changes: Any) -> VLLMEngine:
     arguments: dict[str, Any] = {
-        "options": VLLMOptions(max_num_seqs=2, kv_cache_bytes=1),
+        "options": VLLMConfig(kv_cache_bytes=1),
+        "max_num_seqs": 2,
         "dtype": torch.float32,
         "max_model_len": 64,
     }
@@ -306,8 +307,8 @@ def test_the_trainer_is_not_disturbed(vllm: ModuleType) -> None:
 
 
 def test_what_vllm_is_told(vllm: ModuleType) -> None:
-    options = VLLMOptions(max_num_seqs=7, kv_cache_bytes=99, gpu_memory_share=0.25, prefill_tokens=50, compiled=True)
-    engine = build(options=options, dtype=torch.bfloat16)
+    options = VLLMConfig(kv_cache_bytes=99, gpu_memory_share=0.25, prefill_tokens=50, compiled=True)
+    engine = build(options=options, max_num_seqs=7, dtype=torch.bfloat16)
     told = engine._llm.arguments
     assert engine._llm.config.architectures == ["OPTForCausalLM"]
     assert told["dtype"] == "bfloat16"
@@ -319,7 +320,10 @@ def test_what_vllm_is_told(vllm: ModuleType) -> None:
 
 def test_sleep_and_wake(vllm: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = build()
-    engine.sleep()
+    engine.rest()
+    assert engine._llm.events == [], "only where the options say so"
+    engine._sleeps = True  # which a CPU refuses
+    engine.rest()
     with pytest.raises(RuntimeError, match="push_weights before generate"):
         engine.generate(PROMPTS, **arguments_of())
     engine.push_weights(weights(engine, table()).items())
@@ -331,7 +335,7 @@ def test_sleep_and_wake(vllm: ModuleType, monkeypatch: pytest.MonkeyPatch) -> No
     ("changes", "message"),
     [
         ({"max_model_len": 65}, "max_position_embeddings=64"),
-        ({"options": VLLMOptions(max_num_seqs=1, sleep=True)}, "cannot sleep on a CPU"),
+        ({"options": VLLMConfig(sleep=True)}, "cannot sleep on a CPU"),
     ],
 )
 def test_engine_that_cannot_be(vllm: ModuleType, changes: dict[str, Any], message: str) -> None:
@@ -343,7 +347,7 @@ def test_engine_that_cannot_be(vllm: ModuleType, changes: dict[str, Any], messag
 def test_model_that_vllm_does_not_implement(vllm: ModuleType, family: str) -> None:
     with pytest.raises(ValueError, match=r"no implementation of its own of (GPTNeoX|Bloom)ForCausalLM"):
         VLLMEngine(
-            AutoConfig.for_model(family), options=VLLMOptions(max_num_seqs=1), dtype=torch.float32, max_model_len=9
+            AutoConfig.for_model(family), options=VLLMConfig(), max_num_seqs=1, dtype=torch.float32, max_model_len=9
         )
 
 
@@ -367,12 +371,10 @@ def test_empty_prompt(vllm: ModuleType) -> None:
         build().generate([[3], []], **arguments_of(uids=[0, 1], sample_ids=[0, 0]))
 
 
-@pytest.mark.parametrize(
-    "changes", [{"max_num_seqs": 0}, {"prefill_tokens": 3}, {"gpu_memory_share": 1.0}, {"kv_cache_bytes": 0}]
-)
+@pytest.mark.parametrize("changes", [{"prefill_tokens": 0}, {"gpu_memory_share": 1.0}, {"kv_cache_bytes": 0}])
 def test_options_that_cannot_be(changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"vllm.{next(iter(changes))}"):
-        VLLMOptions(**{"max_num_seqs": 4, **changes})
+        VLLMConfig(**changes)
 
 
 def test_not_installed(vllm: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

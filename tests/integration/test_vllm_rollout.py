@@ -213,6 +213,9 @@ def test_an_engine_that_is_dropped_leaves_the_process_group(one_rank: None) -> N
     model = build_model("opt")
     vllm = build_engine(model)
     set_num_threads = torch.set_num_threads
+    assert not vllm._llm.llm_engine.engine_core._finalizer.alive, (
+        "it would destroy the group, at the exit at the latest"
+    )
     del vllm
     gc.collect()
     assert int(distributed.all_sum(torch.ones((), dtype=torch.int64))) == 1

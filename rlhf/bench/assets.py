@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTok
 from rlhf import artifacts
 from rlhf.artifacts import Kind
 from rlhf.bench.workload import (
+    MAX_ANSWER,
     SEED,
     SIZES,
     SPECIAL_TOKENS,
@@ -68,9 +69,8 @@ def write_assets(folder: Path, sizes: Sizes) -> None:
         reward = build_reward_model(ModelConfig(config=reward_config), language.tokenizer, seed=SEED)
         _save(reward, language, folder / f"reward{suffix}", "reward")
         if not large:
-            make_stop(
-                actor, int(cast(Any, language.tokenizer.eos_token_id)), mean_length=sizes.length(MEAN_RAGGED_ANSWER)
-            )
+            mean, longest = sizes.length(MEAN_RAGGED_ANSWER), sizes.length(MAX_ANSWER)
+            make_stop(actor, language.template.stop_token_id, mean_length=mean, longest=longest)
             _save(actor, language, folder / "actor_stops", "policy")
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from rlhf import artifacts
 from rlhf.bench import assets
 from rlhf.bench.assets import make_language, make_stop, make_tokenizer
 from rlhf.bench.peers.recorder import response_length
@@ -99,3 +100,15 @@ def test_assets_are_written_once_and_again_for_other_sizes(tmp_path: Path, monke
         monkeypatch.setattr(assets, "SIZES", {"quick": sizes})
         assert assets.main(["--out", str(tmp_path / "a"), "--sizes", "quick"]) == 0
     assert written == [QUICK, tiny]
+
+
+def test_assets_are_what_the_stages_take(tmp_path: Path) -> None:
+    """Whole folders of models that fit one another, and every file of rows."""
+    tiny = replace(QUICK, hidden=16, reward_hidden=8, vocabulary=64, large_vocabulary=80, num_rows=8)
+    assets.write_assets(tmp_path, tiny)
+    for suffix, actors in (("", ("actor", "actor_stops")), ("_large", ("actor_large",))):
+        reward = artifacts.verify(tmp_path / f"reward{suffix}")
+        for name in actors:
+            artifacts.check_contract(artifacts.verify(tmp_path / name), reward)
+    for name, rows in rows_of(tiny).items():
+        assert len((tmp_path / f"{name}.jsonl").read_text().splitlines()) == len(rows)

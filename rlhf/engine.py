@@ -74,8 +74,6 @@ def setup(timeout_seconds: float = 1800) -> None:
         timeout_seconds: a collective that waits longer for a rank raises.
     """
     distributed.init(timeout_seconds)
-    if distributed.device_type() == "cpu":
-        host.keep_freed_memory()
     # DeepSpeed reads it where no launcher has set it.
     os.environ.setdefault("LOCAL_RANK", str(distributed.local_rank()))
     # DeepSpeed would compile this op at every start on CPUs; it serves tensor-parallel inference only, and without a
@@ -146,6 +144,8 @@ class TrainEngine:
             ds, optim=optim, world_size=distributed.world_size(), trainable=True, lora=not self._trains_all
         )
         self._engine = _initialize(model, self.ds, parameters=_decay_groups(model, optim.weight_decay))
+        if self.device.type == "cpu":
+            host.keep_freed_memory()  # from here on: what loading freed is given back
         self.train()  # transformers loads models in eval mode: no dropout, no gradient checkpointing
         self._scales_16bit_at_stage0 = self.zero_stage == 0 and ds_config.dtype_name(ds) != "float32"
         if self._scales_16bit_at_stage0:

@@ -1,7 +1,9 @@
 """A causal language model as a policy: log-probability and entropy of chosen tokens, without the logits of all.
 
 Only the hidden states before target tokens go through the head, and of those only `chunk_tokens` at a time are ever
-logits in float32; the backward pass recomputes them (torch.utils.checkpoint, non-reentrant).
+logits in float32; the backward pass multiplies again. Where the distribution is the model's own, or that at another
+temperature, `token_stats` has the gradients in closed form; for the other transforms autograd finds them chunk by chunk
+(torch.utils.checkpoint, non-reentrant).
 
 All chunks are computed inside ONE call of the head module. Under ZeRO-3 a call of a module gathers its weights over all
 ranks, so the number of calls has to be equal on all ranks, while the number of target tokens is not. One call is one
@@ -18,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from rlhf.config import SamplingConfig
 from rlhf.data.packing import PackedLayout
 from rlhf.models.backbone import base_of, hidden_states
+from rlhf.models.token_stats import token_stats
 from rlhf.ops import entropy_from_logits, transform_logits
 
 
@@ -96,15 +99,35 @@ class Policy(nn.Module):
             return logprob_C, entropy_from_logits(logits_CV), logits_CV.argmax(dim=-1) == token_C
 
         head = cast(Any, base_of(self.model)).get_output_embeddings()
-        logprob_S, entropy_S, greedy_S = _in_chunks(
-            head, statistics, hidden_BTD[row_S, before_S], token_S, position_S, chunk_tokens=self.chunk_tokens
-        )
+        hidden_SD = hidden_BTD.flatten(0, 1).index_select(0, row_S * hidden_BTD.shape[1] + before_S)
+
+        def in_closed_form(hidden_SD: Tensor) -> tuple[Tensor, ...]:
+            temperature = 1.0 if sampling is None else sampling.temperature
+            return token_stats(hidden_SD, head.weight, head.bias, token_S, temperature, self.chunk_tokens)
+
+        if type(head) is nn.Linear and has_plain_logits(self.config) and (sampling is None or _only_scales(sampling)):
+            logprob_S, entropy_S, greedy_S = _call_once(head, in_closed_form, hidden_SD)
+        else:
+            logprob_S, entropy_S, greedy_S = _in_chunks(
+                head, statistics, hidden_SD, token_S, position_S, chunk_tokens=self.chunk_tokens
+            )
         zero_BT = torch.zeros(token_ids_BT.shape, dtype=torch.float32, device=token_ids_BT.device)
         return PolicyOutput(
             logprob_BT=zero_BT.index_put((row_S, column_S), logprob_S),
             entropy_BT=zero_BT.index_put((row_S, column_S), entropy_S),
             greedy_BT=torch.zeros_like(target_mask_BT).index_put((row_S, column_S), greedy_S),
         )
+
+
+def _only_scales(sampling: SamplingConfig) -> bool:
+    """Whether the sampling distribution is the model's own but for the temperature."""
+    return sampling.temperature > 0 and not sampling.top_k and sampling.top_p == 1 and not sampling.min_new_tokens
+
+
+def has_plain_logits(config: Any) -> bool:
+    """Whether the head's output is the logits: nothing for `final_logits` to do."""
+    names = ("logit_scale", "logits_scaling", "lm_head_multiplier", "final_logit_softcapping")
+    return all(getattr(config, name, None) is None for name in names)
 
 
 def final_logits(config: Any, logits_SV: Tensor) -> Tensor:
@@ -129,11 +152,7 @@ def _in_chunks(
     *,
     chunk_tokens: int,
 ) -> tuple[Tensor, ...]:
-    """Statistics of the head's logits, chunk by chunk, inside one call of the head (see the module's docstring).
-
-    For the length of that call the head's `forward` is replaced, so that its hooks see one call and the weights stay
-    gathered for every chunk, in the backward pass too.
-    """
+    """Statistics of the head's logits, chunk by chunk, inside one call of the head (see the module's docstring)."""
     to_logits = head.forward
 
     def chunk(hidden_CD: Tensor, token_C: Tensor, position_C: Tensor) -> tuple[Tensor, ...]:
@@ -147,8 +166,18 @@ def _in_chunks(
             outputs = [chunk(*piece) for piece in pieces]
         return tuple(torch.cat(parts) for parts in zip(*outputs, strict=True))
 
+    return _call_once(head, all_chunks, hidden_SD)
+
+
+def _call_once(
+    head: nn.Module, forward: Callable[[Tensor], tuple[Tensor, ...]], hidden_SD: Tensor
+) -> tuple[Tensor, ...]:
+    """Call the head with another `forward`, so that its hooks see one call.
+
+    The weights then stay gathered for all that `forward` does with them, and again for its backward pass.
+    """
     replaced = head.__dict__.get("forward")
-    head.forward = all_chunks
+    head.forward = forward
     try:
         return cast(tuple[Tensor, ...], head(hidden_SD))
     finally:

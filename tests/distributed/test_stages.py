@@ -276,7 +276,9 @@ def stop_at_once_job(folder: Path) -> list[list[int]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ppo_rollout, "draw_responses", speechless)
-        said = ppo(folder, "cpu_zero3", run__out_dir=str(folder / "stop_at_once"))
+        # The answers are not the decoder's, so neither are their log-probs.
+        named = {"run__out_dir": str(folder / "stop_at_once"), "rollout__old_logprobs": "rescore"}
+        said = ppo(folder, "cpu_zero3", **named)
     return [sorted(len(ids) for ids in step) for step in said]
 
 

@@ -113,7 +113,9 @@ def _update_actor(
         loss, stats = policy_loss_sum(
             actor.logprob_SR, micro.old_logprob_SR, advantage_SR, micro.mask_SR, clip_ratio=config.clip_ratio
         )
-        entropy_sum = masked_sum(actor.entropy_SR, micro.mask_SR)
+        # Without a bonus nothing is asked of its gradient, which costs as much as the loss's own.
+        entropy_SR = actor.entropy_SR if config.entropy_coef else actor.entropy_SR.detach()
+        entropy_sum = masked_sum(entropy_SR, micro.mask_SR)
         roles.actor.accumulate(loss - config.entropy_coef * entropy_sum, count=count, last=i == len(micro_batches) - 1)
         run.metrics.add({**stats, "ppo/entropy": (entropy_sum.detach(), micro.mask_SR.sum())})
         run.count_padding(micro.batch.sequences)

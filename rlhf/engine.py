@@ -144,6 +144,9 @@ class TrainEngine:
             ds, optim=optim, world_size=distributed.world_size(), trainable=True, lora=not self._trains_all
         )
         self._engine = _initialize(model, self.ds, parameters=_decay_groups(model, optim.weight_decay))
+        if self.zero_stage == 0 and distributed.world_size() == 1:
+            # DeepSpeed would copy all gradients into a bucket and back, to reduce them over one rank.
+            self._engine.enable_backward_allreduce = False
         if self.device.type == "cpu":
             host.keep_freed_memory()  # from here on: what loading freed is given back
         self.train()  # transformers loads models in eval mode: no dropout, no gradient checkpointing

@@ -30,7 +30,7 @@ from launch.hostfile import HostfileError
 from launch.inputs import changes, stage_inputs
 from launch.placement import Placement, PlacementError, PlacementFlags
 from launch.recipe import FOLDERS, Recipe, RecipeError, Stage, find_recipe, load_recipe, resolve_stages
-from rlhf import artifacts, ds_config
+from rlhf import artifacts, ds_config, host
 from rlhf.config import save_config, to_dict
 
 SUMMARY_SCHEMA = 1
@@ -488,7 +488,7 @@ def choose_port(where: Placement) -> int:
     """The port that was asked for, or a free one; on another machine a random one outside the ephemeral range."""
     if where.master_port is not None:
         return where.master_port
-    return random.SystemRandom().randrange(20_000, 30_000) if where.is_remote else placement.free_port()
+    return random.SystemRandom().randrange(20_000, 30_000) if where.is_remote else host.free_port()
 
 
 @contextlib.contextmanager

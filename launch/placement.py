@@ -185,13 +185,6 @@ def visible_devices(environment: Mapping[str, str]) -> tuple[int, ...] | None:
     return tuple(int(number) for number in text.split(","))
 
 
-def free_port() -> int:
-    """A TCP port that nothing on this machine listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
-
-
 def port_is_free(port: int) -> bool:
     """Whether this machine can listen on the port."""
     with socket.socket() as probe:

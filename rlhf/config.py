@@ -165,7 +165,7 @@ class DataConfig:
     packing: Literal["auto", "on", "off"] = "auto"
     """Sequences side by side in one row instead of padded ones: `auto` where the model's family and attention allow."""
     micro_batch_tokens: int = 0
-    """Most tokens of a packed micro-batch; 0: what `train_micro_batch_size_per_gpu` of the longest rows would take."""
+    """Most tokens of a packed training micro-batch; 0: of `train_micro_batch_size_per_gpu` rows of full length."""
     split: SplitConfig = field(default_factory=SplitConfig)
     """Division of prompts over the stages."""
     cache_dir: str | None = None

@@ -66,17 +66,17 @@ def response_mask(response_length_B: Tensor, num_columns: int) -> Tensor:
     return torch.arange(num_columns, device=response_length_B.device) < response_length_B[:, None]
 
 
-def to_columns(x_BT: Tensor, first_S: Tensor, length_S: Tensor, num_columns: int | None = None) -> Tensor:
+def to_columns(x_BT: Tensor, first_S: Tensor, length_S: Tensor, num_columns: int) -> Tensor:
     """A row of its own for each stretch of tokens: out[s, i] = x.flatten()[first_s + i] for i < length_s, then 0.
 
     Args:
         x_BT: of padded rows or a packed one.
         first_S: place of each stretch's first token, counted through all rows.
         length_S: tokens of each stretch.
-        num_columns: of the result, at least the longest length; None: that. False fills up a bool x.
+        num_columns: of the result, at least the longest length.
     """
-    mask_SR = response_mask(length_S, int(length_S.max()) if num_columns is None else num_columns)
-    place_SR = first_S[:, None] + torch.arange(mask_SR.shape[1], device=x_BT.device)
+    mask_SR = response_mask(length_S, num_columns)
+    place_SR = first_S[:, None] + torch.arange(num_columns, device=x_BT.device)
     x_SR = x_BT.flatten()[torch.where(mask_SR, place_SR, 0)]
     return torch.where(mask_SR, x_SR, torch.zeros((), dtype=x_BT.dtype, device=x_BT.device))
 

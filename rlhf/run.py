@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhf import artifacts, distributed
+from rlhf import artifacts, distributed, host
 from rlhf.config import RunConfig, save_config, to_dict
 from rlhf.data.collate import Sequences
 from rlhf.metrics import Accumulator, JsonlSink, Sink, TensorBoardSink, WandbSink, lookup, split_finite
@@ -396,7 +396,7 @@ def environment(*, stage: str, seed: int) -> dict[str, Any]:
         "world_size": distributed.world_size(),
         "hardware": {
             "accelerator": accelerator,
-            "cpu": _cpu_name(),
+            "cpu": host.cpu_name(),
             "cpu_count": os.cpu_count(),
             "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
             "platform": platform.platform(),
@@ -478,15 +478,6 @@ def _synchronise() -> None:
 def _argv() -> list[str]:
     """Arguments after the interpreter, as typed: `-m package.module ...` instead of a file's path."""
     return list(getattr(sys, "orig_argv", [sys.executable, *sys.argv]))[1:]
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def _totals_to_dict(totals: Totals) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """What the set-up of every stage shares: the tokenizer with its chat template, and the model folder at the end."""
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +20,6 @@ from rlhf.engine import TrainEngine
 from rlhf.models.attention import FAMILIES, takes_layout
 from rlhf.models.build import load_tokenizer, read_config, tokenizer_fingerprint, train_bpe
 from rlhf.run import Run
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,8 +97,7 @@ def choose_batching(
             f"data.packing is `on`, but {', '.join(refusals)} cannot read packed rows: that takes attention=sdpa and "
             f"one of the families {', '.join(FAMILIES)} without a sliding window. Use packing=auto or another model."
         )
-    if refusals:
-        logger.info("rows are padded: %s cannot read packed ones", ", ".join(refusals))
+    if refusals:  # data/padding_frac shows it
         return Batching(max_rows=max_rows)
     return Batching(
         max_rows=max_rows,

@@ -39,8 +39,9 @@ def evaluate_loss(
             batch = collate_sft(rows, pad_id=pad_id, device=policy.device, packed=batching.packed)
             sequences = batch.sequences
             output = policy(**sequences.inputs, target_mask_BT=batch.loss_mask_BT)
+            num_columns = max((len(row.token_ids) for row in rows), default=1)
             sums_S = [
-                to_columns(x_BT.double(), sequences.first_S, sequences.length_S).sum(dim=1)
+                to_columns(x_BT.double(), sequences.first_S, sequences.length_S, num_columns).sum(dim=1)
                 for x_BT in (-output.logprob_BT, output.greedy_BT, batch.loss_mask_BT)
             ]
             sums.index_add_(0, batch.source_S, torch.stack(sums_S, dim=1))

@@ -59,17 +59,6 @@ class TokenScores:
     entropy_SR: Tensor
 
 
-def collate(samples: list[Sample], *, pad_id: int, device: torch.device, packed: bool) -> ResponseBatch:
-    """Batch of samples."""
-    return collate_responses(
-        [list(map(int, s.prompt.prompt_ids)) for s in samples],
-        [s.response.token_ids for s in samples],
-        pad_id=pad_id,
-        device=device,
-        packed=packed,
-    )
-
-
 def score_tokens(
     policy: TrainEngine | FrozenEngine | AdapterOff, batch: ResponseBatch, voice: Voice, *, num_columns: int
 ) -> TokenScores:
@@ -178,10 +167,14 @@ def score_responses(
     mine: list[ScoredSequence] = []
     for rows in batching.split([s.num_tokens for s in samples], world_size=world_size())[rank()]:
         chosen = [samples[i] for i in rows]
-        batch = collate(
-            chosen, pad_id=int(voice.tokenizer.pad_token_id), device=roles.actor.device, packed=batching.packed
+        batch = collate_responses(
+            [list(map(int, sample.prompt.prompt_ids)) for sample in chosen],
+            [sample.response.token_ids for sample in chosen],
+            pad_id=int(voice.tokenizer.pad_token_id),
+            device=roles.actor.device,
+            packed=batching.packed,
         )
-        num_columns = int(batch.response_length_S.max())
+        num_columns = max((len(sample.response.token_ids) for sample in chosen), default=1)
         reference = score_tokens(roles.reference, batch, voice, num_columns=num_columns)
         actor = score_tokens(roles.actor, batch, voice, num_columns=num_columns) if rescore else None
         value_SR = estimate_values(roles.critic, batch, num_columns=num_columns).float().cpu()

@@ -142,10 +142,12 @@ def make_batchings(cfg: PPOConfig, language: Language, ds: dict[str, dict[str, A
     models = list(model_configs(cfg).values())
     longest_row = cfg.data.max_prompt_tokens + cfg.data.max_response_tokens
     micro_batch_size = min(ds_config.micro_batch_size(ds[role]) for role in ("actor", "critic"))
-    scoring, training = (
-        choose_batching(models, cfg.data, language, max_rows=max_rows, longest_row=longest_row)
-        for max_rows in (cfg.rollout.score_batch_size, micro_batch_size)
+    # micro_batch_tokens is about training, which holds activations and gradients; scoring has its own budget.
+    scoring_data = dataclasses.replace(cfg.data, micro_batch_tokens=0)
+    scoring = choose_batching(
+        models, scoring_data, language, max_rows=cfg.rollout.score_batch_size, longest_row=longest_row
     )
+    training = choose_batching(models, cfg.data, language, max_rows=micro_batch_size, longest_row=longest_row)
     return scoring, training
 
 

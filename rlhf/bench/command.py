@@ -3,7 +3,6 @@
 import argparse
 import json
 import os
-import platform
 import shlex
 import shutil
 import sys
@@ -13,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlhf import artifacts
+from rlhf import artifacts, host
 from rlhf.bench.jobs import Bench, environment
 from rlhf.bench.lines import Contestant, Line, select
 from rlhf.bench.process import ChildError, run_child
@@ -153,7 +152,7 @@ def _prepare(settings: Settings, report: dict[str, Any]) -> None:
         date=time.strftime("%Y-%m-%d"),
         git_commit=artifacts.git_commit(),
         machine={
-            "cpu": _cpu_name(),
+            "cpu": host.cpu_name(),
             "cores": os.cpu_count(),
             "peaks": json.loads(peaks.read_text(encoding="utf-8")),
         },
@@ -256,15 +255,6 @@ def _save(settings: Settings, report: dict[str, Any]) -> None:
     artifacts.write_json(settings.json, report)
     if settings.write is not None and report["lines"]:
         write_section(settings.write, markdown(report))
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def _say(text: str) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,7 +10,7 @@ from typing import Any, Literal
 
 import yaml
 
-from rlhf import ds_config
+from rlhf import ds_config, host
 from rlhf.bench.process import Finished
 from rlhf.bench.readings import Work, model_flops, read_stage
 from rlhf.bench.record import Sample, from_steps
@@ -81,7 +80,7 @@ def launch(python: str, module: str, *, ranks: int, launcher: Literal["deepspeed
     """Arguments that start a module on some ranks of this machine; the module's own follow."""
     if ranks == 1:
         return [python, "-m", module]
-    port = str(_free_port())
+    port = str(host.free_port())
     if launcher == "torchrun":
         return [
             python,
@@ -94,12 +93,6 @@ def launch(python: str, module: str, *, ranks: int, launcher: Literal["deepspeed
         ]
     argv = [python, "-m", "deepspeed.launcher.runner", "-q", "--hostfile", NO_HOSTFILE, "--num_gpus", str(ranks)]
     return [*argv, "--master_port", port, "--no_local_rank", "--module", module]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 # Ours

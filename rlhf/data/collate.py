@@ -179,15 +179,13 @@ def collate_preferences(
         device: of the tensors.
         packed: one row without padding.
     """
-    token_lists: list[np.ndarray] = []
     response_lengths: list[int] = []
     sources: list[int] = []
     pairs: list[tuple[int, int, float, int]] = []
     weights: list[float] = []
     num_ties = num_truncated_ties = 0
     for row in rows:
-        first, first_pair = len(token_lists), len(pairs)
-        token_lists += [np.concatenate([row.prompt_ids, response]) for response in row.responses]
+        first, first_pair = len(response_lengths), len(pairs)
         response_lengths += [len(response) for response in row.responses]
         sources += [row.source] * len(row.responses)
         for i in range(len(row.responses)):
@@ -204,6 +202,7 @@ def collate_preferences(
     if packed and rows:
         sequences = _sharing_prompts(rows, device=device)
     else:
+        token_lists = [np.concatenate([row.prompt_ids, response]) for row in rows for response in row.responses]
         sequences, _ = _sequences(token_lists, pad_id=pad_id, device=device, packed=packed)
     return PreferenceBatch(
         sequences=sequences,

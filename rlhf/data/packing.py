@@ -80,11 +80,14 @@ class PackedLayout:
         self.unread_Q = torch.from_numpy(unread.nonzero()[0]).to(device)
         """Slots whose output is dropped: padding, and the repetitions of shared tokens."""
         self.cumulative_S1 = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
-        self.sequence_P = torch.from_numpy(np.concatenate(list(sequences))).to(device)
-        """Token of each place, sequence by sequence, without padding."""
-        place = np.unique(np.concatenate(list(sequences)), return_index=True)[1]
-        self.place_T = torch.from_numpy(place).to(device)
-        """First place of each token."""
+        self.sequence_P: Tensor | None = None
+        """Token of each place, sequence by sequence without padding, where that is not the row as it stands."""
+        self.place_T: Tensor | None = None
+        """First place of each token, likewise."""
+        if self.is_shared:
+            places = np.concatenate(list(sequences))
+            self.sequence_P = torch.from_numpy(places).to(device)
+            self.place_T = torch.from_numpy(np.unique(places, return_index=True)[1]).to(device)
 
     def attend(
         self, query_BHTd: Tensor, key_BKTd: Tensor, value_BKTd: Tensor, *, scaling: float | None, dropout: float
@@ -129,7 +132,7 @@ class PackedLayout:
     def _attend_cuda(self, query_THd: Tensor, key_TKd: Tensor, value_TKd: Tensor, *, scaling: float | None) -> Tensor:
         """The same by the kernel for sequences of different length, which knows no padding."""
         query, key, value = query_THd, key_TKd, value_TKd
-        if self.is_shared:
+        if self.sequence_P is not None:
             query, key, value = (x.index_select(0, self.sequence_P) for x in (query, key, value))
         out_PHd: Any = varlen_attn(
             query,
@@ -143,7 +146,7 @@ class PackedLayout:
             window_size=(-1, 0),
             enable_gqa=query_THd.shape[1] != key_TKd.shape[1],
         )
-        out_THd = out_PHd.index_select(0, self.place_T) if self.is_shared else out_PHd
+        out_THd = out_PHd if self.place_T is None else out_PHd.index_select(0, self.place_T)
         return cast(Tensor, out_THd)[None]
 
 

@@ -15,6 +15,14 @@ def base_of(model: nn.Module) -> nn.Module:
     return cast(nn.Module, get_base_model()) if get_base_model else model
 
 
+def layout_arguments(layout: object, device: torch.device) -> dict[str, Any]:
+    """What a model's forward gets in place of an attention mask where a layout attends (`models.attention`).
+
+    transformers takes a mask of four dimensions as finished and builds none, and the layout does not look at it.
+    """
+    return {"attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device), "layout": layout}
+
+
 def hidden_states(
     model: nn.Module,
     *,
@@ -38,9 +46,7 @@ def hidden_states(
     backbone = cast(Any, base_of(model)).base_model
     kwargs: dict[str, Any] = {"use_cache": False}
     if layout is not None:
-        # transformers takes a mask of four dimensions as finished, and the layout does not look at it.
-        kwargs["attention_mask"] = torch.empty(1, 1, 1, 1, dtype=torch.bool, device=token_ids_BT.device)
-        kwargs["layout"] = layout
+        kwargs.update(layout_arguments(layout, token_ids_BT.device))
     else:
         assert attention_mask_BT is not None, "padded rows have a mask"
         kwargs["attention_mask"] = attention_mask_BT.long()

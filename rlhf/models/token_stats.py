@@ -43,9 +43,8 @@ class _TokenStats(torch.autograd.Function):
             entropy_S[chunk] = log_sum_C - mean_C
             greedy_S[chunk] = chosen_C == 0
             lse_S[chunk] = log_sum_C + maximum_C1.squeeze(-1)
-            kept = weight_CV.div_(sum_C[:, None])
-        if not any(ctx.needs_input_grad):
-            kept = None
+            if start + chunk_tokens >= num_tokens and any(ctx.needs_input_grad):
+                kept = weight_CV.div_(sum_C[:, None])
         ctx.save_for_backward(hidden_SD, weight_VD, bias_V, token_S, lse_S, entropy_S, kept)
         ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
         ctx.set_materialize_grads(False)

@@ -17,7 +17,16 @@ from rlhf.config import SamplingConfig
 from rlhf.models import attention
 from rlhf.models.backbone import base_of
 from rlhf.models.build import check_length_fits
-from rlhf.rollout.job import Job, Meter, Request, Response, RolloutStats, StepModel
+from rlhf.rollout.job import (
+    Job,
+    Meter,
+    Request,
+    Response,
+    RolloutStats,
+    StepModel,
+    check_positive,
+    check_rows,
+)
 from rlhf.rollout.packed import packed_linears
 from rlhf.rollout.padded import decode_padded
 from rlhf.rollout.sampling import TokenChooser
@@ -93,8 +102,8 @@ def generate(  # noqa: PLR0913  the coordinates of sampling are named one by one
             `sampling` missing, stop strings without a tokenizer, or `pack_weights` for sharded weights.
         FloatingPointError: the model's logits are not finite.
     """
-    _check_rows(prompts, uids=uids, sample_ids=sample_ids)
-    _check_positive(
+    check_rows(prompts, uids=uids, sample_ids=sample_ids)
+    check_positive(
         max_new_tokens=max_new_tokens, batch_size=batch_size, sync_every=sync_every, prefill_tokens=prefill_tokens
     )
     if prompts:
@@ -150,20 +159,3 @@ def inference(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
-
-
-def _check_rows(prompts: Sequence[Sequence[int]], *, uids: Sequence[int], sample_ids: Sequence[int]) -> None:
-    if not len(prompts) == len(uids) == len(sample_ids):
-        raise ValueError(
-            f"prompts, uids and sample_ids must have one entry per row, got {len(prompts)}, {len(uids)}, "
-            f"{len(sample_ids)}."
-        )
-    for row, prompt in enumerate(prompts):
-        if not len(prompt):
-            raise ValueError(f"prompt {row} has no token. Give it at least a bos token or drop the row.")
-
-
-def _check_positive(**numbers: int | None) -> None:
-    for name, value in numbers.items():
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be >= 1, got {value}.")

@@ -2,7 +2,7 @@
 
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf.models.attention import Layout
-from rlhf.models.backbone import base_of
+from rlhf.models.backbone import base_of, layout_arguments
 from rlhf.rollout.cache import BufferCache, SlotCache
 from rlhf.rollout.sampling import TokenChooser
 from rlhf.rollout.stopping import StopRule
@@ -166,11 +166,9 @@ class StepModel:
             kwargs["logits_to_keep"] = keep_M
         logits_1MV = self._forward(
             input_ids=token_ids_N[None],
-            # transformers takes a mask of four dimensions as it is and builds none; the layout does not look at it.
-            attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=token_ids_N.device),
             position_ids=position_N[None],
             past_key_values=cache,
-            layout=layout,
+            **layout_arguments(layout, token_ids_N.device),
             **kwargs,
         )
         if keep_M is not None and not self.takes_logits_to_keep:
@@ -201,3 +199,30 @@ def check_finite(finite: bool, position: int) -> None:  # noqa: FBT001  the fact
             f"the model's logits are not finite at response token {position} of a row. Its weights or activations "
             "overflowed: look at the last training step, or use bfloat16 or float32."
         )
+
+
+def check_rows(prompts: Sequence[Sequence[int]], *, uids: Sequence[int], sample_ids: Sequence[int]) -> None:
+    """Check what is asked of each row.
+
+    Raises:
+        ValueError: the arguments differ in length, or a prompt is empty.
+    """
+    if not len(prompts) == len(uids) == len(sample_ids):
+        raise ValueError(
+            f"prompts, uids and sample_ids must have one entry per row, got {len(prompts)}, {len(uids)}, "
+            f"{len(sample_ids)}."
+        )
+    for row, prompt in enumerate(prompts):
+        if not len(prompt):
+            raise ValueError(f"prompt {row} has no token. Give it at least a bos token or drop the row.")
+
+
+def check_positive(**numbers: int | None) -> None:
+    """Check that the numbers that are given are at least 1.
+
+    Raises:
+        ValueError: one is not.
+    """
+    for name, value in numbers.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be >= 1, got {value}.")

@@ -16,6 +16,7 @@ from rlhf.data.collate import left_pad
 from rlhf.models.backbone import base_of
 from rlhf.rollout.decode import Response, inference
 from rlhf.rollout.sampling import TokenChooser, uniform
+from rlhf.rollout.stopping import StopRule
 
 
 def generate_plain(  # noqa: PLR0913  the signature of decode.generate, which it stands in for
@@ -45,6 +46,7 @@ def generate_plain(  # noqa: PLR0913  the signature of decode.generate, which it
             "that weights are gathered for the rollout."
         )
     device = next(model.parameters()).device
+    stops = StopRule(token_ids=frozenset(stop_token_ids), strings=tuple(sampling.stop_strings), tokenizer=tokenizer)
     responses: list[Response] = []
     with inference(model):
         for first in range(0, len(prompts), batch_size):
@@ -79,8 +81,8 @@ def generate_plain(  # noqa: PLR0913  the signature of decode.generate, which it
             new_ids = sequences_BT[:, token_ids_BP.shape[1] :].tolist()
             logprobs = torch.stack(chooser.logprobs, dim=1).tolist()
             for ids, row_logprobs in zip(new_ids, logprobs, strict=True):
-                length, stopped = _length(ids, sampling, stop_token_ids, tokenizer)
-                responses.append(Response(token_ids=ids[:length], logprobs=row_logprobs[:length], stopped=stopped))
+                end = stops.end(ids, num_seen=0)
+                responses.append(Response(ids[:end], row_logprobs[:end], stopped=end is not None))
     return responses
 
 
@@ -101,20 +103,3 @@ class _Chooser(LogitsProcessor):
         token_B, logprob_B = self.choose(scores, position_B, self.uniform_BR[:, position])
         self.logprobs.append(logprob_B)
         return torch.full_like(scores, -torch.inf).scatter(1, token_B[:, None], 0.0)
-
-
-def _length(
-    ids: Sequence[int],
-    sampling: SamplingConfig,
-    stop_token_ids: Sequence[int],
-    tokenizer: PreTrainedTokenizerBase | None,
-) -> tuple[int, bool]:
-    """Tokens of a response inside a padded row, and whether it stopped."""
-    for i, token in enumerate(ids):
-        if token in stop_token_ids:
-            return i + 1, True
-        if sampling.stop_strings and tokenizer is not None:
-            text = str(tokenizer.decode(list(ids[: i + 1])))
-            if any(stop in text for stop in sampling.stop_strings):
-                return i + 1, True
-    return len(ids), False

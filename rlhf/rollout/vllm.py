@@ -27,6 +27,7 @@ from rlhf import distributed
 from rlhf.config import SamplingConfig, VLLMConfig
 from rlhf.models.build import check_length_fits
 from rlhf.rollout.decode import Response
+from rlhf.rollout.job import check_positive, check_rows
 from rlhf.rollout.sampling import TokenChooser, uniform
 from rlhf.rollout.stopping import StopRule
 from rlhf.rollout.vllm_tokens import ROW, Draws, processor_class
@@ -328,16 +329,9 @@ def _check_rows(
     max_new_tokens: int,
     max_model_len: int,
 ) -> None:
-    if not len(prompts) == len(uids) == len(sample_ids):
-        raise ValueError(
-            f"prompts, uids and sample_ids must have one entry per row, got {len(prompts)}, {len(uids)}, "
-            f"{len(sample_ids)}."
-        )
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be >= 1, got {max_new_tokens}.")
+    check_rows(prompts, uids=uids, sample_ids=sample_ids)
+    check_positive(max_new_tokens=max_new_tokens)
     for row, prompt in enumerate(prompts):
-        if not len(prompt):
-            raise ValueError(f"prompt {row} has no token. Give it at least a bos token or drop the row.")
         if len(prompt) + max_new_tokens > max_model_len:
             raise ValueError(
                 f"prompt {row} has {len(prompt)} tokens, which with max_new_tokens={max_new_tokens} do not fit "

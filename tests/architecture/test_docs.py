@@ -283,8 +283,8 @@ def test_d11_worked_example_of_masks_and_alignment() -> None:
     mask_BR = response_mask(length_B, 3)
     # Which column of a row each response column is read from.
     column_BT = torch.arange(6).expand(2, 6)
-    logprob_from_BR = to_columns(column_BT, first_B, length_B)
-    value_from_BR = to_columns(column_BT, first_B - 1, length_B)
+    logprob_from_BR = to_columns(column_BT, first_B, length_B, 3)
+    value_from_BR = to_columns(column_BT, first_B - 1, length_B, 3)
     score_column_B = sequences.length_S - 1
     kl_BR = torch.tensor([[0.2, -0.1, 0.3], [0.5, 0.0, 0.0]])
     value_BR = torch.tensor([[0.1, 0.2, 0.4], [0.0, 0.0, 0.0]])

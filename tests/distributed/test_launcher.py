@@ -10,8 +10,9 @@ import pytest
 
 from launch.command import stage_command
 from launch.hostfile import Host
-from launch.placement import Placement, free_port
+from launch.placement import Placement
 from launch.process import Interrupt, Outcome, catch_signals, describe_failure, exit_code, run_watched
+from rlhf.host import free_port
 
 PROGRAM = """
 import os, pathlib, sys, time

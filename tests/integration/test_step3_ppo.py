@@ -13,10 +13,12 @@ import torch
 from transformers.models.opt.modeling_opt import OPTDecoderLayer
 
 from rlhf.artifacts import ArtifactError, read_manifest
+from rlhf.config import TokenizerConfig
 from rlhf.engine import NonFiniteError
 from rlhf.rollout import answers
 from rlhf.rollout.selfcheck import SelfCheck
 from rlhf.run import Run
+from rlhf.stage import load_language
 from step1_sft.train import train as train_sft
 from step2_reward.train import train as train_reward
 from step3_ppo import roles as roles_module
@@ -346,6 +348,15 @@ def test_shaping_reaches_the_rewards(models: Models, tmp_path: Path, experiences
         assert experience.advantage_BR[~experience.mask_BR].abs().sum() == 0
     assert any(abs(s.score) > 0.05 for e in experiences for s in e.sequences), "the clip had something to do"
     assert experiences[1].sequences[0].ref_logprob_R.ne(experiences[1].sequences[0].old_logprob_R).any()
+
+
+def test_scoring_has_a_budget_of_its_own(models: Models, tmp_path: Path) -> None:
+    """data.micro_batch_tokens is about training, which holds activations and gradients."""
+    cfg = models.config(tmp_path / "ppo", data__micro_batch_tokens=40, rollout__score_batch_size=8)
+    language = load_language(cfg.data, TokenizerConfig(), cfg.actor, stage="ppo")
+    scoring, training = program.make_batchings(cfg, language, roles_module.load_ds_configs(cfg))
+    assert training.max_tokens == 40
+    assert scoring.max_tokens == 8 * (cfg.data.max_prompt_tokens + cfg.data.max_response_tokens)
 
 
 @pytest.mark.parametrize("stage", ["cpu_zero0", "cpu_zero3_hybrid"])

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from launch.hostfile import HostfileError
-from launch.placement import PlacementError, PlacementFlags, accelerator_visible, free_port, place, port_is_free
+from launch.placement import PlacementError, PlacementFlags, accelerator_visible, place, port_is_free
+from rlhf.host import free_port
 
 
 @pytest.fixture

@@ -124,12 +124,12 @@ def test_columns_by_hand():
     x_BT = torch.tensor([[10, 11, 12, 13, 14], [20, 21, 22, 0, 0], [30, 31, 32, 33, 34]])
     # Row 1: two prompt tokens, one response token. Row 2: the response is the last column.
     first, length = torch.tensor([2, 7, 14]), torch.tensor([3, 1, 1])
-    assert ops.to_columns(x_BT, first, length).tolist() == [[12, 13, 14], [22, 0, 0], [34, 0, 0]]
+    assert ops.to_columns(x_BT, first, length, 3).tolist() == [[12, 13, 14], [22, 0, 0], [34, 0, 0]]
     assert ops.to_columns(x_BT, first, length, 4)[:, 3].tolist() == [0, 0, 0]
     # The same in one packed row; an empty response has no column.
     packed = torch.tensor([[10, 11, 12, 13, 14, 20, 21, 22]])
     first, length = torch.tensor([2, 7, 8]), torch.tensor([3, 1, 0])
-    assert ops.to_columns(packed, first, length).tolist() == [[12, 13, 14], [22, 0, 0], [0, 0, 0]]
+    assert ops.to_columns(packed, first, length, 3).tolist() == [[12, 13, 14], [22, 0, 0], [0, 0, 0]]
     assert ops.response_mask(torch.tensor([3, 1, 1]), 3).tolist() == [
         [True, True, True],
         [True, False, False],

@@ -132,7 +132,7 @@ def test_packed_and_padded_batches_hold_the_same_sequences() -> None:
         lambda batch: batch.sequences.position_ids_BT,
         lambda batch: batch.loss_mask_BT,
     ):
-        one, two = (to_columns(read(b), b.sequences.first_S, b.sequences.length_S) for b in (packed, padded))
+        one, two = (to_columns(read(b), b.sequences.first_S, b.sequences.length_S, 4) for b in (packed, padded))
         assert torch.equal(one, two)
 
 

@@ -50,7 +50,7 @@ def test_packed_rows_give_the_log_probs_and_gradients_of_padded_ones(
         for batch in both_batches():
             policy.zero_grad()
             logprob_BT = policy(**batch.sequences.inputs, target_mask_BT=batch.response_mask_BT).logprob_BT
-            logprob_SR = to_columns(logprob_BT, batch.first_response_S, batch.response_length_S)
+            logprob_SR = to_columns(logprob_BT, batch.first_response_S, batch.response_length_S, 6)
             (logprob_SR * torch.linspace(0.5, 1.5, logprob_SR.numel()).view_as(logprob_SR)).sum().backward()
             results.append(
                 (logprob_SR.detach(), {k: p.grad for k, p in policy.named_parameters() if p.grad is not None})
@@ -110,7 +110,7 @@ def test_a_sequence_does_not_see_its_neighbours(families: dict[str, dict[str, An
         batch = collate_responses([first, *PROMPTS[1:]], RESPONSES, pad_id=1, device="cpu", packed=True)
         with torch.no_grad():
             logprob_BT = policy(**batch.sequences.inputs, target_mask_BT=batch.response_mask_BT).logprob_BT
-        found.append(to_columns(logprob_BT, batch.first_response_S, batch.response_length_S))
+        found.append(to_columns(logprob_BT, batch.first_response_S, batch.response_length_S, 6))
     assert not torch.equal(found[0][0], found[1][0])
     assert torch.equal(found[0][1:], found[1][1:])
 

@@ -1,3 +1,4 @@
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -5,7 +6,7 @@ import torch
 from torch import nn
 
 from rlhf.config import LoRAConfig, SamplingConfig
-from rlhf.models.policy import Policy
+from rlhf.models.policy import Policy, final_logits, has_plain_logits
 from rlhf.ops import entropy_from_logits, transform_logits
 
 TOLERANCE = 1e-4  # fp32; attention sums in another order once there is padding
@@ -278,3 +279,13 @@ def test_gradient_checkpointing_changes_nothing(family: dict[str, Any], make: An
         Policy(model)(**batch, target_mask_BT=make.targets(batch)).logprob_BT.sum().backward()
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
     assert torch.allclose(*gradients, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name", ["logit_scale", "logits_scaling", "lm_head_multiplier", "final_logit_softcapping", "hidden_size", None]
+)
+def test_logits_are_plain_where_nothing_changes_them(name: str | None) -> None:
+    """The closed form is taken where, and only where, final_logits leaves the head's output as it is."""
+    config = SimpleNamespace(**{name: 2.0} if name else {})
+    logits_SV = torch.tensor([[0.5, 3.0]])
+    assert has_plain_logits(config) == torch.equal(final_logits(config, logits_SV), logits_SV)

@@ -92,3 +92,19 @@ def check_zero3(accelerator: Any, arguments: argparse.Namespace) -> None:
     stage = plugin.zero_stage if plugin else 0
     if stage != (3 if arguments.deepspeed else 0):
         raise RuntimeError(f"TRL runs at ZeRO stage {stage} with deepspeed={arguments.deepspeed}.")
+
+
+def train_and_record(trainer: Any, arguments: argparse.Namespace, rows_of: Callable[[Sequence[Any]], int]) -> None:
+    """Train, with every step and the batches it took on record.
+
+    Args:
+        trainer: of TRL, ready to train.
+        arguments: of the program.
+        rows_of: how many rows some examples hold.
+    """
+    check_zero3(trainer.accelerator, arguments)
+    recorder = Recorder(arguments.out)
+    trainer.data_collator = counting = Counting(trainer.data_collator, rows_of)
+    trainer.add_callback(RecordSteps(recorder, counting))
+    trainer.train()
+    recorder.write()

@@ -7,8 +7,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from trl import RewardConfig, RewardTrainer
 
 from rlhf.bench.peers.arguments import parse, read_rows
-from rlhf.bench.peers.recorder import Recorder
-from rlhf.bench.peers.trl_common import Counting, RecordSteps, check_zero3, trainer_arguments
+from rlhf.bench.peers.trl_common import train_and_record, trainer_arguments
 
 
 def main() -> int:
@@ -24,13 +23,7 @@ def main() -> int:
         train_dataset=Dataset.from_list(rows),
         processing_class=AutoTokenizer.from_pretrained(arguments.reward),
     )
-    check_zero3(trainer.accelerator, arguments)
-    recorder = Recorder(arguments.out)
-    counting = Counting(trainer.data_collator, len)
-    trainer.data_collator = counting
-    trainer.add_callback(RecordSteps(recorder, counting))
-    trainer.train()
-    recorder.write()
+    train_and_record(trainer, arguments, len)
     return 0
 
 

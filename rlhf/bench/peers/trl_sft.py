@@ -10,8 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
 from rlhf.bench.peers.arguments import parse, read_rows
-from rlhf.bench.peers.recorder import Recorder
-from rlhf.bench.peers.trl_common import Counting, RecordSteps, check_zero3, trainer_arguments
+from rlhf.bench.peers.trl_common import train_and_record, trainer_arguments
 
 
 def main() -> int:
@@ -34,16 +33,9 @@ def main() -> int:
         train_dataset=Dataset.from_list(rows * (4 if arguments.packing else 1)),
         processing_class=AutoTokenizer.from_pretrained(arguments.actor),
     )
-    check_zero3(trainer.accelerator, arguments)
-    recorder = Recorder(arguments.out)
-    counting = Counting(
-        trainer.data_collator,
-        lambda examples: sum(len(example.get("seq_lengths") or (0,)) for example in examples),
+    train_and_record(
+        trainer, arguments, lambda examples: sum(len(example.get("seq_lengths") or (0,)) for example in examples)
     )
-    trainer.data_collator = counting
-    trainer.add_callback(RecordSteps(recorder, counting))
-    trainer.train()
-    recorder.write()
     return 0
 
 

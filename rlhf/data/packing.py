@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
+from rlhf.data import cpu_attention
+
 # A group of sequences holds none shorter than this share of its longest: at most a quarter of its slots is padding,
 # which only the attention kernel sees, and sequences of 10 to 350 tokens make a dozen groups.
 GROUP_SHARE = 0.75
@@ -114,15 +116,13 @@ class PackedLayout:
         outputs = []
         for (count, width), *group in zip(self.group_shapes, *(torch.split(x, sizes) for x in parts), strict=True):
             query, key, value = (x.view(count, width, *x.shape[1:]).transpose(1, 2) for x in group)
-            out_NHLd = F.scaled_dot_product_attention(
-                query,
-                key,
-                value,
-                dropout_p=dropout,
-                is_causal=True,
-                scale=scaling,
-                enable_gqa=query.shape[1] != key.shape[1],
-            )
+            shares_keys = query.shape[1] != key.shape[1]
+            if cpu_attention.pays(query, dropout=dropout) and not shares_keys:
+                out_NHLd = cpu_attention.attend(query, key, value, scaling=scaling)
+            else:
+                out_NHLd = F.scaled_dot_product_attention(
+                    query, key, value, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=shares_keys
+                )
             outputs.append(out_NHLd.transpose(1, 2).reshape(count * width, *group[0].shape[1:]))
         out_PHd = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
         if not self.in_order:

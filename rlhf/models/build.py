@@ -32,7 +32,9 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.utils import logging as hf_logging
 
 from rlhf.config import ModelConfig
+from rlhf.distributed import device_type
 from rlhf.models import attention
+from rlhf.models.linear import use_onednn
 from rlhf.models.lora import add_lora
 
 logger = logging.getLogger(__name__)
@@ -389,6 +391,8 @@ def _finish(
         embedding.padding_idx = None
     if cfg.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if device_type() == "cpu":
+        use_onednn(model)
     if cfg.lora.rank:
         with _seeded(seed):
             return cast(PreTrainedModel, add_lora(model, cfg.lora))

@@ -11,6 +11,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from rlhf.models.linear import multiply
+
 
 class _TokenStats(torch.autograd.Function):
     @staticmethod
@@ -81,7 +83,7 @@ class _TokenStats(torch.autograd.Function):
             if bias_grad_V is not None:
                 bias_grad_V += grad_CV.sum(dim=0)
             grad_CV = grad_CV.to(weight_VD.dtype)
-            hidden_grad_SD[chunk] = grad_CV @ weight_VD
+            hidden_grad_SD[chunk] = multiply(grad_CV, weight_VD.t())
             product_VD = grad_CV.T @ hidden_SD[chunk]
             weight_grad_VD = product_VD.float() if len(starts) == 1 else weight_grad_VD.add_(product_VD)
         return (
@@ -96,7 +98,7 @@ class _TokenStats(torch.autograd.Function):
 
 def _logits(hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, temperature: float) -> Tensor:
     """float32, the caller's to overwrite."""
-    logits_CV = torch.nn.functional.linear(hidden_CD, weight_VD, bias_V).float()
+    logits_CV = multiply(hidden_CD, weight_VD, bias_V).float()
     return logits_CV.div_(temperature) if temperature != 1 else logits_CV
 
 

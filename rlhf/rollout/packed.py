@@ -5,7 +5,6 @@ order as `F.linear` on ours, so on a CPU every linear layer gets a copy in that 
 Adapters are added to the copy: one product a layer instead of three, and the weights that are trained stay untouched.
 """
 
-import functools
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -18,12 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from rlhf.models.linear import FEWEST_WEIGHTS, CPULinear, onednn_multiplies, product, reorder
+
 logger = logging.getLogger(__name__)
 
 # Rows that the order of the weights is chosen for. From 1 to 1000 rows, products are as fast as with their own number.
 PACKED_FOR_ROWS = 32
-# Below so many weights oneDNN's call takes longer than it saves in float32; in narrower types it always saves.
-FEWEST_FLOAT32_WEIGHTS = 1 << 17
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +59,9 @@ def packed_linears(model: nn.Module) -> Iterator[Packing]:
             if not _is_linear(linear):
                 continue
             weight = cast(Tensor, linear.weight).detach()
-            large = weight.dtype != torch.float32 or weight.numel() >= FEWEST_FLOAT32_WEIGHTS
-            packable = weight.device.type == "cpu" and large and can_pack(weight.dtype)
+            # Narrower types always save, and torch's own product of them sets up the same call.
+            large = weight.dtype != torch.float32 or weight.numel() >= FEWEST_WEIGHTS
+            packable = weight.device.type == "cpu" and large and onednn_multiplies(weight.dtype)
             if not (merged or packable):
                 continue
             weight_OI = _with_adapters(module, weight) if merged else weight.T if isinstance(linear, Conv1D) else weight
@@ -79,34 +79,12 @@ def packed_linears(model: nn.Module) -> Iterator[Packing]:
             del vars(module)["forward"]
 
 
-@functools.cache
-def can_pack(dtype: torch.dtype) -> bool:
-    """Whether this torch and this CPU multiply by weights in oneDNN's order, and rightly: tried once.
-
-    A torch without the operations, or a type without instructions for it, keeps `F.linear`.
-    """
-    operations = torch.ops.mkldnn
-    if not (hasattr(operations, "_reorder_linear_weight") and hasattr(operations, "_linear_pointwise")):
-        return False
-    generator = torch.Generator().manual_seed(0)
-    input_1SI, weight_OI, bias_O = (
-        torch.randn(shape, generator=generator).to(dtype) for shape in ((1, 5, 48), (40, 48), (40,))
-    )
-    try:
-        got = _packed_forward(weight_OI, bias_O)(input_1SI).double()
-    except RuntimeError:
-        return False
-    expected = F.linear(input_1SI.double(), weight_OI.double(), bias_O.double())
-    return got.shape == expected.shape and bool(((got - expected).abs() <= 8 * torch.finfo(dtype).eps * 48**0.5).all())
-
-
 def _packed_forward(weight_OI: Tensor, bias_O: Tensor | None) -> Callable[[Tensor], Tensor]:
-    operations = cast(Any, torch.ops.mkldnn)
-    packed = operations._reorder_linear_weight(weight_OI.contiguous(), PACKED_FOR_ROWS)
+    packed = reorder(weight_OI, num_rows=PACKED_FOR_ROWS)
     bias_O = None if bias_O is None else bias_O.detach()
 
     def forward(input: Tensor) -> Tensor:  # noqa: A002  the name of nn.Linear's argument
-        return cast(Tensor, operations._linear_pointwise(input, packed, bias_O, "none", [], ""))
+        return product(input, packed, bias_O)
 
     return forward
 
@@ -120,7 +98,10 @@ def _plain_forward(weight_OI: Tensor, bias_O: Tensor | None) -> Callable[[Tensor
 
 def _is_linear(module: nn.Module) -> bool:
     """A layer that computes as nn.Linear or GPT-2's Conv1D does, not a subclass with a forward of its own."""
-    return type(module).forward in (nn.Linear.forward, Conv1D.forward) and cast(Tensor, module.weight).ndim == 2
+    return (
+        type(module).forward in (nn.Linear.forward, CPULinear.forward, Conv1D.forward)
+        and cast(Tensor, module.weight).ndim == 2
+    )
 
 
 def _is_adapted(module: nn.Module) -> bool:

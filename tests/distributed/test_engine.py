@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, OPTForCausalLM
 
 from rlhf import distributed, ds_config, engine
 from rlhf.engine import FrozenEngine, NonFiniteError, TrainEngine
+from rlhf.models import linear
 from tests.distributed.harness import Ranks, RanksFailed
 from tests.distributed.tiny import (
     EOS,
@@ -95,6 +96,32 @@ def twenty_steps_job() -> dict[Any, Any]:
 def test_twenty_clipped_steps_stay_on_the_trajectory(ranks: Ranks) -> None:
     for case, (loss, norm, weights) in ranks(twenty_steps_job, timeout=120)[0].items():
         assert loss < 5e-6 and norm < 5e-6 and weights < 1e-4, (case, loss, norm, weights)
+
+
+def onednn_job() -> dict[str, tuple[float, float]]:
+    """Largest differences to plain torch, with all linear layers but the head multiplying by oneDNN."""
+    engine.setup(timeout_seconds=60)
+    linear.FEWEST_WEIGHTS = linear.FEWEST_ROWS = 1
+    steps = steps_of_rows(3)
+    oracle = PlainTorch(tiny_opt(), eps=1.0)
+    expected = [oracle.step(rows) for rows in steps]
+    differences = {}
+    for name in STAGES:
+        model = tiny_opt()
+        linear.use_onednn(model)
+        assert any(isinstance(module, linear.CPULinear) for module in model.modules())
+        trained = engine_of(model, name, eps=1.0)
+        found = [train_step(trained, rows, num_micro=2) for rows in steps]
+        losses = [abs(loss - other) for (loss, _), (other, _) in zip(found, expected, strict=True)]
+        differences[name] = max(losses), max_difference(trained.full_state_dict(), oracle.model)
+    return differences
+
+
+@pytest.mark.skipif(not linear.onednn_multiplies(torch.float32), reason="this torch has no oneDNN products")
+def test_onednn_products_stay_on_the_trajectory(ranks: Ranks) -> None:
+    """Under ZeRO-3 the weights that the backward pass multiplies by are gathered after the forward pass."""
+    for name, (loss, weights) in ranks(onednn_job)[0].items():
+        assert loss < 5e-6 and weights < 1e-7, (name, loss, weights)
 
 
 def empty_rank_job() -> list[float]:

@@ -206,7 +206,7 @@ def test_numbers_without_prompts(tiny_model):
 @pytest.mark.parametrize("pack_weights", [False, True])
 def test_packed_weights_say_the_same(tiny_model, monkeypatch, family, dtype, pack_weights):
     """Log-probs equal a rescoring forward: 1e-4 in float32, a few roundings in bfloat16."""
-    monkeypatch.setattr(packed, "FEWEST_FLOAT32_WEIGHTS", 0)
+    monkeypatch.setattr(packed, "FEWEST_WEIGHTS", 0)
     model = tiny_model(family).to(dtype)
     for prompt, response in zip(PROMPTS, answer(model, pack_weights=pack_weights), strict=True):
         with torch.no_grad():
@@ -232,7 +232,7 @@ def test_sharded_weights_are_not_packed(tiny_model):
     assert seen and not any(seen)
     seen.clear()
     answer(model)
-    assert set(seen) == {packed.can_pack(torch.bfloat16)}
+    assert set(seen) == {packed.onednn_multiplies(torch.bfloat16)}
 
 
 def test_a_row_that_overflows_names_its_token(tiny_model):

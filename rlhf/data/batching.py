@@ -57,7 +57,8 @@ def token_micro_batches(
         raise ValueError(f"world_size and max_tokens must be >= 1, got {world_size}, {max_tokens}.")
     costs = [length * (1 + length / (6 * hidden_size)) if hidden_size else float(length) for length in lengths]
     costliest_first = sorted(range(len(lengths)), key=lambda i: (-costs[i], i))
-    per_rank = max(1, math.ceil(sum(lengths) / (world_size * max_tokens)))
+    # With as many micro-batches as rows, each finds room.
+    per_rank = max(1, math.ceil(min(sum(lengths) / max_tokens, len(lengths)) / world_size))
     while (bins := _deal(lengths, costs, costliest_first, world_size * per_rank, max_tokens)) is None:
         per_rank += 1
     bins.sort(key=lambda rows: (-sum(costs[i] for i in rows), rows))

@@ -61,7 +61,7 @@ class Experience:
     def minibatches(
         self, *, minibatch_size: int, batching: Batching, rank: int, world_size: int, seed: int
     ) -> Iterator[list[list[int]]]:
-        """Split the sequences at random into minibatches, and each of them over ranks by length.
+        """Split the sequences at random into minibatches, and each of them over ranks by prompt and length.
 
         The shuffle is over all ranks' sequences, so a minibatch holds the same ones on one rank and on eight.
 
@@ -78,8 +78,10 @@ class Experience:
         order = torch.randperm(len(self.sequences), generator=torch.Generator().manual_seed(seed)).tolist()
         for start in range(0, len(order), minibatch_size):
             chosen = order[start : start + minibatch_size]
-            lengths = [len(self.sequences[i].prompt_ids) + len(self.sequences[i].response_ids) for i in chosen]
-            yield [[chosen[i] for i in micro] for micro in batching.split(lengths, world_size=world_size)[rank]]
+            prompts = [(self.sequences[i].key[0], len(self.sequences[i].prompt_ids)) for i in chosen]
+            lengths = [n + len(self.sequences[i].response_ids) for i, (_, n) in zip(chosen, prompts, strict=True)]
+            shares = batching.split(lengths, world_size=world_size, prompts=prompts)
+            yield [[chosen[i] for i in micro] for micro in shares[rank]]
 
     def micro_batch(self, rows: list[int], *, pad_id: int, device: torch.device, packed: bool) -> "MicroBatch":
         """What one forward of actor and critic trains on; without rows, one sequence outside the mask."""

@@ -86,8 +86,8 @@ def score_tokens(
 
 def estimate_values(critic: TrainEngine, batch: ResponseBatch, *, num_columns: int) -> Tensor:
     """value_SR: the critic's estimate before each response token, that is after the token in front of it."""
-    value_BT = critic(**batch.sequences.inputs)
-    return to_columns(value_BT, batch.first_response_S - 1, batch.response_length_S, num_columns)
+    value_BT = batch.sequences.before(critic(**batch.sequences.inputs))
+    return to_columns(value_BT, batch.first_response_S, batch.response_length_S, num_columns)
 
 
 def roll_out(
@@ -165,7 +165,8 @@ def score_responses(
     for engine in (roles.actor, roles.critic):
         engine.eval()
     mine: list[ScoredSequence] = []
-    for rows in batching.split([s.num_tokens for s in samples], world_size=world_size())[rank()]:
+    prompts = [(s.prompt.index, len(s.prompt.prompt_ids)) for s in samples]
+    for rows in batching.split([s.num_tokens for s in samples], world_size=world_size(), prompts=prompts)[rank()]:
         chosen = [samples[i] for i in rows]
         batch = collate_responses(
             [list(map(int, sample.prompt.prompt_ids)) for sample in chosen],

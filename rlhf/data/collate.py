@@ -43,6 +43,10 @@ class Sequences:
         """Tokens that go through the model, padding included."""
         return self.token_ids_BT.numel()
 
+    def before(self, x_BT: Tensor) -> Tensor:
+        """What x says at the token before each one in its sequence; without meaning at a sequence's first token."""
+        return x_BT.roll(1, dims=1) if self.layout is None else x_BT[:, self.layout.before_T]
+
     @property
     def inputs(self) -> dict[str, Any]:
         """Keyword arguments of `Policy` and `ScalarModel`."""
@@ -95,11 +99,8 @@ class ResponseBatch:
     """Number of a token in its response; 0 in prompts."""
     prompt_length_S: Tensor
     response_length_S: Tensor
-
-    @property
-    def first_response_S(self) -> Tensor:
-        """Place of each response's first token."""
-        return self.sequences.first_S + self.prompt_length_S
+    first_response_S: Tensor
+    """Place of each response's first token."""
 
 
 def collate_sft(
@@ -139,14 +140,14 @@ def collate_responses(
     device: torch.device | str,
     packed: bool,
 ) -> ResponseBatch:
-    """Prompts with their responses, for scoring.
+    """Prompts with their responses, for scoring and for the update of step 3.
 
     Args:
         prompt_ids: not padded, each with at least one token; may be empty.
         response_ids: not padded, one for each prompt.
         pad_id: id of the padding.
         device: of the tensors.
-        packed: one row without padding.
+        packed: one row without padding, in which equal prompts stand once.
 
     Raises:
         ValueError: a prompt has no token.
@@ -154,17 +155,21 @@ def collate_responses(
     lengths = [len(prompt) for prompt in prompt_ids]
     if 0 in lengths:
         raise ValueError(f"prompt {lengths.index(0)} has no token, so its response has nothing to be predicted from.")
-    rows = [np.array([*p, *r], np.int32) for p, r in zip(prompt_ids, response_ids, strict=True)]
-    sequences, place_T = _sequences(rows, pad_id=pad_id, device=device, packed=packed)
+    prompts, responses = ([np.array(ids, np.int32) for ids in lists] for lists in (prompt_ids, response_ids))
+    sequences, place_T = _answers(prompts, responses, pad_id=pad_id, device=device, packed=packed)
     number = np.full(sequences.num_columns, -1, np.int64)
-    if rows:
-        number[place_T] = np.concatenate([np.arange(len(row)) - n for row, n in zip(rows, lengths, strict=True)])
+    if prompts:
+        number[place_T] = np.concatenate(
+            [np.arange(-len(p), len(r)) for p, r in zip(prompts, responses, strict=True)]
+        )
+    response_length_S = torch.tensor([len(r) for r in responses] or [0], device=device)
     return ResponseBatch(
         sequences=sequences,
         response_mask_BT=_like_tokens(number >= 0, sequences),
         response_position_BT=_like_tokens(number.clip(min=0), sequences),
         prompt_length_S=torch.tensor(lengths or [1], device=device),
-        response_length_S=torch.tensor([len(r) for r in response_ids] or [0], device=device),
+        response_length_S=response_length_S,
+        first_response_S=sequences.last_S + 1 - response_length_S,
     )
 
 
@@ -177,7 +182,7 @@ def collate_preferences(
         rows: may be empty.
         pad_id: id of the padding.
         device: of the tensors.
-        packed: one row without padding.
+        packed: one row without padding, in which equal prompts stand once.
     """
     response_lengths: list[int] = []
     sources: list[int] = []
@@ -199,11 +204,13 @@ def collate_preferences(
                     pairs.append((first + chosen, first + rejected, row.margin, row.source))
         num_pairs = len(pairs) - first_pair
         weights += [1 / num_pairs] * num_pairs
-    if packed and rows:
-        sequences = _sharing_prompts(rows, device=device)
-    else:
-        token_lists = [np.concatenate([row.prompt_ids, response]) for row in rows for response in row.responses]
-        sequences, _ = _sequences(token_lists, pad_id=pad_id, device=device, packed=packed)
+    sequences, _ = _answers(
+        [row.prompt_ids for row in rows for _ in row.responses],
+        [response for row in rows for response in row.responses],
+        pad_id=pad_id,
+        device=device,
+        packed=packed,
+    )
     return PreferenceBatch(
         sequences=sequences,
         response_length_S=torch.tensor(response_lengths or [0], device=device),
@@ -271,25 +278,46 @@ def _sequences(
     return sequences, place_T
 
 
-def _sharing_prompts(rows: Sequence[PreferenceRow], *, device: torch.device | str) -> Sequences:
+def _answers(
+    prompts: Sequence[np.ndarray],
+    responses: Sequence[np.ndarray],
+    *,
+    pad_id: int,
+    device: torch.device | str,
+    packed: bool,
+) -> tuple[Sequences, np.ndarray]:
+    """As `_sequences`, of prompts with a response each; in a packed row, equal prompts stand once."""
+    if packed and len({prompt.tobytes() for prompt in prompts}) < len(prompts):
+        return _sharing_prompts(prompts, responses, device=device)
+    rows = [np.concatenate([prompt, response]) for prompt, response in zip(prompts, responses, strict=True)]
+    return _sequences(rows, pad_id=pad_id, device=device, packed=packed)
+
+
+def _sharing_prompts(
+    prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray], *, device: torch.device | str
+) -> tuple[Sequences, np.ndarray]:
     """A packed row of each prompt and its responses, whose sequences are prompt and response: prompts stand once."""
+    members: dict[bytes, list[int]] = {}
+    for i, prompt in enumerate(prompts):
+        members.setdefault(prompt.tobytes(), []).append(i)
     parts: list[np.ndarray] = []
     positions: list[np.ndarray] = []
-    columns: list[np.ndarray] = []
+    columns: list[np.ndarray] = [np.empty(0)] * len(prompts)
     end = 0
-    for row in rows:
-        num_prompt = len(row.prompt_ids)
-        prompt = np.arange(end, end + num_prompt)
-        parts.append(row.prompt_ids)
-        positions.append(np.arange(num_prompt))
-        end += num_prompt
-        for response in row.responses:
-            parts.append(response)
-            positions.append(np.arange(num_prompt, num_prompt + len(response)))
-            columns.append(np.concatenate([prompt, np.arange(end, end + len(response))]))
-            end += len(response)
+    for same in members.values():
+        prompt = prompts[same[0]]
+        shared = np.arange(end, end + len(prompt))
+        parts.append(prompt)
+        positions.append(np.arange(len(prompt)))
+        end += len(prompt)
+        for i in same:
+            own = np.arange(len(responses[i]))
+            parts.append(responses[i])
+            positions.append(len(prompt) + own)
+            columns[i] = np.concatenate([shared, end + own])
+            end += len(own)
     lengths = [len(c) for c in columns]
-    return Sequences(
+    sequences = Sequences(
         token_ids_BT=torch.from_numpy(np.concatenate(parts).astype(np.int64)[None]).to(device),
         attention_mask_BT=None,
         position_ids_BT=torch.from_numpy(np.concatenate(positions)[None]).to(device),
@@ -300,6 +328,7 @@ def _sharing_prompts(rows: Sequence[PreferenceRow], *, device: torch.device | st
         num_tokens=sum(lengths),
         num_padding=0,
     )
+    return sequences, np.concatenate(columns)
 
 
 def _like_tokens(flat: np.ndarray, sequences: Sequences) -> Tensor:

@@ -71,6 +71,11 @@ class PackedLayout:
         first = np.unique(token_P[real_P], return_index=True)[1]
         self.is_shared = len(real_slots) > len(first)
         """Whether a column is part of several sequences."""
+        before_T = np.maximum(np.arange(len(first)) - 1, 0)
+        for sequence in columns or []:
+            before_T[sequence[1:]] = sequence[:-1]
+        self.before_T = torch.from_numpy(before_T).to(device)
+        """Column of the token before each token in its sequence; without meaning at a sequence's first."""
         self.in_order = bool((token_P == np.arange(len(token_P))).all())
         """Whether the groups are the row as it stands: nothing to gather."""
         self.token_P = torch.from_numpy(token_P).to(device)
@@ -86,8 +91,8 @@ class PackedLayout:
         """Token of each place, sequence by sequence without padding, where that is not the row as it stands."""
         self.place_T: Tensor | None = None
         """First place of each token, likewise."""
-        if self.is_shared:
-            places = np.concatenate(list(sequences))
+        places = np.concatenate(list(sequences))
+        if not np.array_equal(places, np.arange(len(first))):
             self.sequence_P = torch.from_numpy(places).to(device)
             self.place_T = torch.from_numpy(np.unique(places, return_index=True)[1]).to(device)
 

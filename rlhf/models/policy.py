@@ -78,8 +78,9 @@ class Policy(nn.Module):
             position_ids_BT=position_ids_BT,
             layout=layout,
         )
-        row_S, before_S = target_mask_BT[:, 1:].nonzero(as_tuple=True)
-        column_S = before_S + 1
+        row_S, column_S = target_mask_BT[:, 1:].nonzero(as_tuple=True)
+        column_S = column_S + 1
+        before_S = column_S - 1 if layout is None else layout.before_T[column_S]
         token_S = token_ids_BT[row_S, column_S]
         position_S = (
             torch.zeros_like(token_S) if response_position_BT is None else response_position_BT[row_S, column_S]

@@ -70,7 +70,6 @@ def train_all(folder: Path, name: str, ds_name: str, data: dict[str, Any], rows:
     train_sft(sft_config(folder / "sft" / name, source, **changes))
     base = folder / "sft" / REFERENCE / "model"
     train_reward(reward_config(folder / "rm" / name, source, base=base, **changes))
-    frozen = "cpu_frozen_zero3" if ds_name.endswith("3") else "cpu_frozen"
     cfg = ppo_config(
         folder / "ppo" / name,
         source,
@@ -86,8 +85,6 @@ def train_all(folder: Path, name: str, ds_name: str, data: dict[str, Any], rows:
         update__entropy_coef=0.01,
         deepspeed__actor=ds,
         deepspeed__critic=ds,
-        deepspeed__reference=frozen,
-        deepspeed__reward=frozen,
         **NO_EVAL,
         **optimiser("actor_optim"),
         **optimiser("critic_optim"),

@@ -77,6 +77,23 @@ def test_minibatches_hold_the_same_sequences_on_any_number_of_ranks(sequence: Ma
     assert other != alone
 
 
+def test_sharing_prompts_changes_no_minibatch(sequence: Make) -> None:
+    """Four samples a prompt: the same sequences in each minibatch, packed with shared prompts or padded."""
+    rows = [sequence((prompt, i), 1 + (prompt + i) % 5) for prompt in range(4) for i in range(4)]
+    found = experience_of(rows)
+
+    def minibatches(batching: Batching) -> list[list[int]]:
+        plan = found.minibatches(minibatch_size=8, batching=batching, rank=0, world_size=1, seed=3)
+        return [sorted(i for micro in minibatch for i in micro) for minibatch in plan]
+
+    assert minibatches(Batching(max_rows=1, max_tokens=12)) == minibatches(Batching(max_rows=2))
+    (all_of_it,) = found.minibatches(
+        minibatch_size=16, batching=Batching(max_rows=1, max_tokens=25), rank=0, world_size=1, seed=3
+    )
+    prompts = [{rows[i].key[0] for i in micro} for micro in all_of_it]
+    assert sum(map(len, prompts)) < 4 + len(prompts), "samples of one prompt lie together"
+
+
 def test_sequences_are_in_one_order_whatever_rank_made_them(sequence: Make) -> None:
     rows = [sequence((3, 0), 1), sequence((1, 1), 2), sequence((1, 0), 3)]
     assert [s.key for s in gather_sequences(rows)] == [(1, 0), (1, 1), (3, 0)]

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf.data.batching import Batching, micro_batches, token_micro_batches
+from rlhf.data.batching import SHARED_TOKEN, Batching, micro_batches, token_micro_batches
 
 LENGTHS = st.lists(st.integers(1, 500), max_size=60)
 
@@ -94,6 +94,57 @@ def test_attention_counts_where_rows_are_long() -> None:
     assert sorted(_tokens(token_micro_batches(lengths, world_size=2, max_tokens=2000), lengths)) == [[1300], [1300]]
     wide = token_micro_batches(lengths, world_size=2, max_tokens=2000, hidden_size=10)
     assert sorted(_tokens(wide, lengths)) == [[600], [2000]]
+
+
+def test_no_more_micro_batches_than_rows() -> None:
+    """Rows over the budget have a micro-batch each: two, though 100 tokens would fill twenty."""
+    assert token_micro_batches([50, 50], world_size=1, max_tokens=5) == [[[0], [1]]]
+
+
+def test_samples_of_one_prompt_are_dealt_together() -> None:
+    """Worked by hand: prompts of 10 tokens, four answers of 5 to each, two ranks.
+
+    A family is 30 tokens in place of 60, and 42 against the budget; two families make two micro-batches of equal cost.
+    In a budget of 30 a family is two halves: 20 tokens, 24 against the budget; a third row would make 33.
+    """
+    lengths, prompts = [15] * 8, [("a", 10)] * 4 + [("b", 10)] * 4
+    plan = token_micro_batches(lengths, world_size=2, max_tokens=42, prompts=prompts)
+    assert plan == [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]
+    plan = token_micro_batches(lengths, world_size=2, max_tokens=30, prompts=prompts)
+    assert sorted(sorted(micro) for rank in plan for micro in rank) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert [len(rank) for rank in plan] == [2, 2]
+
+
+def test_a_prompt_is_divided_where_ranks_would_wait() -> None:
+    """Four answers to one prompt, two ranks: together 30 tokens on one rank and none on the other; in halves 20 each."""
+    plan = token_micro_batches([15] * 4, world_size=2, max_tokens=100, prompts=[("a", 10)] * 4)
+    assert plan == [[[0, 1]], [[2, 3]]]
+
+
+def _budgeted(rows: list[int], lengths: list[int], prompts: list[tuple[int, int]]) -> float:
+    """Tokens against the budget: a prompt in full where it is met first, then SHARED_TOKEN of it."""
+    seen: set[int] = set()
+    tokens = 0.0
+    for i in rows:
+        key, size = prompts[i]
+        tokens += lengths[i] - size + size * (SHARED_TOKEN if key in seen else 1)
+        seen.add(key)
+    return tokens
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.integers(1, 80)), max_size=40), st.integers(1, 4), st.integers(1, 600)
+)
+def test_sharing_keeps_the_budget(rows: list[tuple[int, int]], world_size: int, max_tokens: int) -> None:
+    """Every row once, no rank a call fewer, and only a row that is over the budget by itself exceeds it."""
+    prompts = [(key, 7 * key + 3) for key, _ in rows]
+    lengths = [size + own for (_, size), (_, own) in zip(prompts, rows, strict=True)]
+    plan = token_micro_batches(lengths, world_size=world_size, max_tokens=max_tokens, prompts=prompts)
+    assert sorted(i for rank in plan for micro in rank for i in micro) == list(range(len(rows)))
+    assert len(plan) == world_size and len({len(rank) for rank in plan}) == 1
+    for rank in plan:
+        for micro in rank:
+            assert _budgeted(micro, lengths, prompts) <= max_tokens + 1e-6 or len(micro) == 1
 
 
 def test_no_rows_give_one_empty_micro_batch_each() -> None:

@@ -121,6 +121,29 @@ def test_hand_worked_packed_row() -> None:
     assert sequences.num_tokens == sequences.num_columns == 8
 
 
+def test_hand_worked_shared_prompt() -> None:
+    """Samples 0 and 2 answer the same prompt, which stands once; they stay samples 0 and 2. Stop = pad = 2."""
+    batch = scoring([[2, 5], [6], [2, 5]], [[7, EOS], [8], [9, 9, EOS]], packed=True)
+    sequences = batch.sequences
+    assert sequences.token_ids_BT.tolist() == [[2, 5, 7, 2, 9, 9, 2, 6, 8]]
+    assert sequences.position_ids_BT.tolist() == [[0, 1, 2, 3, 2, 3, 4, 0, 1]]
+    assert batch.response_mask_BT.int().tolist() == [[0, 0, 1, 1, 1, 1, 1, 0, 1]]
+    assert batch.response_position_BT.tolist() == [[0, 0, 0, 1, 0, 1, 2, 0, 0]]
+    assert batch.first_response_S.tolist() == [2, 8, 4] and batch.response_length_S.tolist() == [2, 1, 3]
+    assert sequences.first_S.tolist() == [0, 7, 0] and sequences.last_S.tolist() == [3, 8, 6]
+    assert (sequences.num_tokens, sequences.num_columns, sequences.num_padding) == (4 + 2 + 5, 9, 0)
+    number_BT = torch.arange(9)[None]
+    before_SR = to_columns(sequences.before(number_BT), batch.first_response_S, batch.response_length_S, 3)
+    assert before_SR.tolist() == [[1, 2, 0], [7, 0, 0], [1, 4, 5]]
+
+
+def test_before_looks_along_padded_rows() -> None:
+    batch = scoring([[2, 5], [2]], [[7, EOS], [8, 9, EOS]])
+    number_BT = torch.arange(8).view(2, 4)
+    before_SR = to_columns(batch.sequences.before(number_BT), batch.first_response_S, batch.response_length_S, 3)
+    assert before_SR.tolist() == [[1, 2, 0], [4, 5, 6]]
+
+
 def test_packed_and_padded_batches_hold_the_same_sequences() -> None:
     """Ragged, one of one token, pad id == eos id: found by their places, tokens, positions and masks are equal."""
     rows = [sft([2, 7, 8, EOS], 2, source=1), sft([5], 0), sft([EOS, EOS, 4], 1)]

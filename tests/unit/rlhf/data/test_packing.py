@@ -87,6 +87,24 @@ def test_groups_hold_like_lengths_and_every_token_once() -> None:
     assert layout.token_P[layout.slot_T].tolist() == list(range(24))
 
 
+def test_the_token_before_each_one_follows_its_sequence() -> None:
+    """Two tokens of a prompt, answers of 2 and 1 tokens, then a sequence of its own: the answers both follow token 1."""
+    columns = [np.array(c) for c in ([0, 1, 2, 3], [0, 1, 4], [5, 6])]
+    before_T = PackedLayout([4, 3, 2], columns=columns).before_T
+    assert before_T[[1, 2, 3, 4, 6]].tolist() == [0, 1, 2, 1, 5]
+    assert PackedLayout([3, 2]).before_T[[1, 2, 4]].tolist() == [0, 1, 3]
+
+
+def test_places_sequence_by_sequence_for_the_kernel_that_takes_them_so() -> None:
+    """None where the row is that already; else the tokens in order, and where each token stands first."""
+    assert PackedLayout([3, 2]).sequence_P is None
+    shared = PackedLayout([3, 3], columns=[np.array([0, 1, 2]), np.array([0, 1, 3])])
+    assert shared.sequence_P is not None and shared.place_T is not None
+    assert shared.sequence_P.tolist() == [0, 1, 2, 0, 1, 3] and shared.place_T.tolist() == [0, 1, 2, 5]
+    moved = PackedLayout([2, 1], columns=[np.array([1, 2]), np.array([0])])
+    assert moved.sequence_P is not None and moved.sequence_P.tolist() == [1, 2, 0] and not moved.is_shared
+
+
 def test_equal_lengths_need_no_gather() -> None:
     assert PackedLayout([4, 4, 4]).in_order
     assert not PackedLayout([3, 4]).in_order

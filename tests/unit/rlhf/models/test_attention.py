@@ -102,6 +102,49 @@ def test_responses_that_share_a_prompt_score_and_teach_as_padded_rows(
             assert float((grad - padded_grads[key]).abs().max()) < 2e-5 * scale, (name, key)
 
 
+def test_samples_of_one_prompt_score_and_teach_as_padded_rows(
+    packable: dict[str, dict[str, Any]], make: Any, tokenizer: Any
+) -> None:
+    """Step 3 with four samples: log-probs, entropies and values before each token, and the gradients of all three."""
+    prompts = [[9, 5, 7, 8], [12], [9, 5, 7, 8], [9, 5, 7, 8], [6, 6, 30], [9, 5, 7, 8]]
+    responses = [[11, 1], [1], [6, 14, 9, 17, 8, 1], [10], [10, 10, 1], [3, 9, 4, 1]]  # 1 is eos and pad
+    spread = {"init_std": 0.2, "initializer_range": 0.2}
+    for name, config in packable.items():
+        policy = Policy(make.lm({**config, "attention_dropout": 0.0}, dropout=0.0).train())
+        critic = ScalarModel(
+            build_reward_model(ModelConfig(config={**config, **spread}, dropout=0.0), tokenizer, seed=1)
+        )
+        results: list[tuple[Tensor, dict[str, Tensor]]] = []
+        for packed in (True, False):
+            batch = collate_responses(prompts, responses, pad_id=1, device="cpu", packed=packed)
+            sequences = batch.sequences
+            assert sequences.num_columns == (4 + 1 + 3 + 17 if packed else 6 * 10)
+            policy.zero_grad()
+            critic.zero_grad()
+            output = policy(**sequences.inputs, target_mask_BT=batch.response_mask_BT)
+            value_BT = sequences.before(critic(**sequences.inputs))
+            found_XSR = torch.stack(
+                [
+                    to_columns(x_BT, batch.first_response_S, batch.response_length_S, 6)
+                    for x_BT in (output.logprob_BT, output.entropy_BT, value_BT)
+                ]
+            )
+            (found_XSR * torch.linspace(0.5, 1.5, found_XSR.numel()).view_as(found_XSR)).sum().backward()
+            grads = {
+                f"{kind}.{key}": p.grad.clone()
+                for kind, model in (("policy", policy), ("critic", critic))
+                for key, p in model.named_parameters()
+                if p.grad is not None
+            }
+            results.append((found_XSR.detach(), grads))
+        (shared_XSR, shared_grads), (padded_XSR, padded_grads) = results
+        torch.testing.assert_close(shared_XSR, padded_XSR, atol=1e-5, rtol=0, msg=lambda m, name=name: f"{name}: {m}")
+        assert shared_grads.keys() == padded_grads.keys() and (shared_XSR.abs().sum(dim=(1, 2)) > 1).all()
+        for key, grad in shared_grads.items():
+            scale = max(1.0, float(padded_grads[key].abs().max()))
+            assert float((grad - padded_grads[key]).abs().max()) < 2e-5 * scale, (name, key)
+
+
 def test_a_sequence_does_not_see_its_neighbours(families: dict[str, dict[str, Any]], make: Any) -> None:
     """Other tokens in the first sequence leave the log-probs of the others as they are, bit for bit."""
     policy = Policy(make.lm(families["llama"]))

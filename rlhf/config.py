@@ -166,6 +166,8 @@ class DataConfig:
     """Sequences side by side in one row instead of padded ones: `auto` where the model's family and attention allow."""
     micro_batch_tokens: int = 0
     """Most tokens of a packed training micro-batch; 0: of `train_micro_batch_size_per_gpu` rows of full length."""
+    score_micro_batch_tokens: int | None = None
+    """Most tokens of a micro-batch without gradients (scoring, evaluation); null: by free memory, on CPUs fixed."""
     split: SplitConfig = field(default_factory=SplitConfig)
     """Division of prompts over the stages."""
     cache_dir: str | None = None
@@ -179,6 +181,11 @@ class DataConfig:
                 raise ValueError(f"data.{name} must be >= 1, got {getattr(self, name)}.")
         if self.micro_batch_tokens < 0:
             raise ValueError(f"data.micro_batch_tokens must be >= 0, got {self.micro_batch_tokens}.")
+        if self.score_micro_batch_tokens is not None and self.score_micro_batch_tokens < 1:
+            raise ValueError(
+                f"data.score_micro_batch_tokens must be >= 1 or null, got {self.score_micro_batch_tokens}. Leave it "
+                "out to have it found."
+            )
         labels = [source.label for source in self.sources]
         if len(set(labels)) != len(labels):
             raise ValueError(f"data.sources have the same name twice: {labels}. Give each a `name`.")

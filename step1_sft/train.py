@@ -22,7 +22,7 @@ from rlhf.models.build import build_causal_lm, check_length_fits
 from rlhf.models.policy import Policy
 from rlhf.rollout.answers import Voice, answer_rows
 from rlhf.run import Run
-from rlhf.stage import Language, choose_batching, export_model, load_language
+from rlhf.stage import Language, choose_batching, choose_scoring, export_model, load_language
 from step1_sft.config import SFTConfig
 from step1_sft.evaluate import evaluate_loss, summarise_answers, to_samples
 from step1_sft.loss import sft_loss_sum
@@ -111,6 +111,14 @@ def make_evaluation(
         cfg.data, stage="ppo", part="eval", template=language.template, tokenizer=language.tokenizer
     )
     rows = [prompts[i] for i in evenly_spaced(len(prompts), cfg.eval.generate_rows)]
+    scoring = choose_scoring(
+        batching,
+        {"policy": cfg.model},
+        {"policy": ds_config.dtype_name(policy.ds)},
+        cfg.data,
+        language,
+        longest_row=int(held_out.lengths.max(initial=1)),
+    )
     voice = Voice(
         tokenizer=language.tokenizer,
         template=language.template,
@@ -122,7 +130,7 @@ def make_evaluation(
     def evaluate(step: int, *, answers: bool) -> dict[str, float]:
         with run.timer("eval"):
             values = evaluate_loss(
-                policy, held_out, batching=batching, max_rows=cfg.eval.max_rows, pad_id=language.pad_id
+                policy, held_out, batching=scoring, max_rows=cfg.eval.max_rows, pad_id=language.pad_id
             )
             if answers and rows:
                 given = answer_rows(policy, voice, rows, seed=run.seed_for("answers", 0))

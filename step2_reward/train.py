@@ -18,7 +18,7 @@ from rlhf.engine import TrainEngine, setup, zero3_init
 from rlhf.models.build import build_reward_model, check_length_fits
 from rlhf.models.scalar_head import ScalarModel, scores_at
 from rlhf.run import Run
-from rlhf.stage import choose_batching, export_model, load_language
+from rlhf.stage import choose_batching, choose_scoring, export_model, load_language
 from step2_reward.config import RewardConfig
 from step2_reward.evaluate import histograms, judge, summarise
 from step2_reward.loss import ranking_loss_sum
@@ -70,11 +70,19 @@ def train(cfg: RewardConfig) -> None:
         model = build_reward_model(cfg.model, language.tokenizer, seed=cfg.run.seed)
     check_length_fits(model.config, cfg.data.max_prompt_tokens + cfg.data.max_response_tokens)
     reward = TrainEngine(ScalarModel(model), ds=ds, optim=cfg.optim, role="reward", num_steps=len(loader))
+    scoring = choose_scoring(
+        batching,
+        {"reward": cfg.model},
+        {"reward": ds_config.dtype_name(ds)},
+        cfg.data,
+        language,
+        longest_row=int(held_out.lengths.max(initial=1)),
+    )
     checkpoint.resume(run, {"reward": reward}, {"loader": loader})
 
     def evaluate(step: int) -> dict[str, float]:
         with run.timer("eval"):
-            judgements = judge(reward, held_out, batching=batching, max_rows=cfg.eval.max_rows, pad_id=language.pad_id)
+            judgements = judge(reward, held_out, batching=scoring, max_rows=cfg.eval.max_rows, pad_id=language.pad_id)
         values = summarise(judgements, held_out.source_names)
         run.log_eval(step, values)
         run.write_histograms(histograms(judgements))
@@ -107,7 +115,7 @@ def train(cfg: RewardConfig) -> None:
     metrics = headline(before, evaluate(len(loader)))
     if cfg.normalise.policy:
         with run.timer("eval"):
-            metrics.update(normalise_on_policy(cfg, reward, language, batching, seed=run.seed_for("normalise", 0)))
+            metrics.update(normalise_on_policy(cfg, reward, language, scoring, seed=run.seed_for("normalise", 0)))
     folder = export_model(
         reward, language, run, kind="reward", parents=[cfg.model.path, cfg.normalise.policy], metrics=metrics
     )

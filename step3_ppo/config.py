@@ -34,14 +34,11 @@ class RolloutConfig:
     """What vLLM may take of the machine."""
     batch_size: int = 64
     """Sequences decoded side by side on one rank."""
-    score_batch_size: int = 32
-    """Sequences of the longest kind that one scoring forward on one rank may hold; without gradients, so more fit than
-    train_micro_batch_size_per_gpu."""
     old_logprobs: Literal["decoder", "rescore"] = "decoder"
     """Log-probs of the sampling policy: as the decoder computed them, or by one more forward of the actor."""
 
     def __post_init__(self) -> None:
-        for name in ("prompts_per_step", "samples_per_prompt", "batch_size", "score_batch_size"):
+        for name in ("prompts_per_step", "samples_per_prompt", "batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"rollout.{name} must be >= 1, got {getattr(self, name)}.")
 

@@ -25,7 +25,7 @@ from rlhf.rollout.vllm import VLLMEngine
 from rlhf.rollout.weights import lend_weights
 from rlhf.rules import rule_named
 from rlhf.run import Run
-from rlhf.stage import Language, choose_batching, export_model, load_language
+from rlhf.stage import Language, choose_batching, choose_scoring, export_model, load_language
 from step3_ppo.checks import kl_is_zero
 from step3_ppo.config import PPOConfig, ShapingConfig
 from step3_ppo.evaluate import answer_held_out, describe, to_samples
@@ -138,17 +138,18 @@ def make_vllm(cfg: PPOConfig, language: Language, roles: Roles) -> VLLMEngine:
 
 
 def make_batchings(cfg: PPOConfig, language: Language, ds: dict[str, dict[str, Any]]) -> tuple[Batching, Batching]:
-    """How sequences become micro-batches when they are scored, and when actor and critic are trained on them."""
-    models = list(model_configs(cfg).values())
+    """How sequences become micro-batches when they are scored, and when actor and critic are trained on them.
+
+    Collective; the models are in memory.
+    """
+    models = model_configs(cfg)
     longest_row = cfg.data.max_prompt_tokens + cfg.data.max_response_tokens
     micro_batch_size = min(ds_config.micro_batch_size(ds[role]) for role in ("actor", "critic"))
-    # micro_batch_tokens is about training, which holds activations and gradients; scoring has its own budget.
-    scoring_data = dataclasses.replace(cfg.data, micro_batch_tokens=0)
-    scoring = choose_batching(
-        models, scoring_data, language, max_rows=cfg.rollout.score_batch_size, longest_row=longest_row
+    training = choose_batching(
+        list(models.values()), cfg.data, language, max_rows=micro_batch_size, longest_row=longest_row
     )
-    training = choose_batching(models, cfg.data, language, max_rows=micro_batch_size, longest_row=longest_row)
-    return scoring, training
+    dtypes = {role: ds_config.dtype_name(ds[role]) for role in models}
+    return choose_scoring(training, models, dtypes, cfg.data, language, longest_row=longest_row), training
 
 
 def make_judges(cfg: PPOConfig) -> Judges:

@@ -151,7 +151,7 @@ def ppo_config(folder: Path, rows: Path, *, actor: Path, reward: Path, **changes
         actor_optim=OptimConfig(lr=1e-3, schedule="constant", warmup_frac=0.0),
         critic_optim=OptimConfig(lr=1e-3, schedule="constant", warmup_frac=0.0),
         run=RunConfig(out_dir=str(folder)),
-        rollout=RolloutConfig(prompts_per_step=8, batch_size=8, score_batch_size=4),
+        rollout=RolloutConfig(prompts_per_step=8, batch_size=8),
         update=UpdateConfig(epochs=2, minibatch_size=4),
         eval=EvalConfig(max_rows=64, generate_rows=4),
         deepspeed=DeepSpeedConfigs(actor="cpu_zero0", critic="cpu_zero0", reference="cpu_frozen", reward="cpu_frozen"),

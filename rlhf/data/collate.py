@@ -159,9 +159,7 @@ def collate_responses(
     sequences, place_T = _answers(prompts, responses, pad_id=pad_id, device=device, packed=packed)
     number = np.full(sequences.num_columns, -1, np.int64)
     if prompts:
-        number[place_T] = np.concatenate(
-            [np.arange(-len(p), len(r)) for p, r in zip(prompts, responses, strict=True)]
-        )
+        number[place_T] = np.concatenate([np.arange(-len(p), len(r)) for p, r in zip(prompts, responses, strict=True)])
     response_length_S = torch.tensor([len(r) for r in responses] or [0], device=device)
     return ResponseBatch(
         sequences=sequences,

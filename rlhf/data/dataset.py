@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Settings of the data section that rows do not depend on.
+BATCHING_SETTINGS = ("packing", "micro_batch_tokens", "score_micro_batch_tokens")
+
 Ids = npt.NDArray[np.int32]
 
 
@@ -220,12 +223,12 @@ def cache_key(
 ) -> str:
     """Name of the tokenised rows: a digest of file contents, tokenizer, template, settings and this package's code.
 
-    Paths are no part of it (moved files keep their rows), nor are source weights (the loader's).
+    Paths are no part of it (moved files keep their rows), nor are source weights (the loader's) and micro-batches.
     """
     from rlhf.models.build import tokenizer_fingerprint  # noqa: PLC0415  imports torch models, needed here alone
 
     settings = dataclasses.asdict(cfg)
-    for name in ("sources", "root", "cache_dir", "template"):
+    for name in ("sources", "root", "cache_dir", "template", *BATCHING_SETTINGS):
         del settings[name]
     described = []
     for source in cfg.sources:

@@ -23,6 +23,9 @@ from rlhf.models.backbone import base_of, hidden_states
 from rlhf.models.token_stats import token_stats
 from rlhf.ops import entropy_from_logits, transform_logits
 
+# Logits that exist at once, forward and backward.
+CHUNK_TOKENS = 1024
+
 
 class PolicyOutput(NamedTuple):
     """Statistics of target tokens, float32, nats; 0 at all other tokens. A tuple, so that ZeRO-3's hooks see in."""
@@ -38,7 +41,7 @@ class PolicyOutput(NamedTuple):
 class Policy(nn.Module):
     """Scores tokens under a Hugging Face causal LM (`.model`, adapters included)."""
 
-    def __init__(self, model: nn.Module, *, chunk_tokens: int = 1024) -> None:
+    def __init__(self, model: nn.Module, *, chunk_tokens: int = CHUNK_TOKENS) -> None:
         super().__init__()
         self.model = model
         self.chunk_tokens = chunk_tokens

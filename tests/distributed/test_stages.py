@@ -95,7 +95,7 @@ def ppo(folder: Path, name: str, **changes: Any) -> list[list[list[int]]]:
             "max_steps": 2,
             "rollout__prompts_per_step": 5,
             "rollout__batch_size": 2,
-            "rollout__score_batch_size": 2,
+            "data__score_micro_batch_tokens": 80,
             "update__minibatch_size": 5,
             "shaping__scale": "running",
             "kl__adaptive": True,

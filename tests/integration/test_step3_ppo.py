@@ -18,7 +18,7 @@ from rlhf.engine import NonFiniteError
 from rlhf.rollout import answers
 from rlhf.rollout.selfcheck import SelfCheck
 from rlhf.run import Run
-from rlhf.stage import load_language
+from rlhf.stage import CPU_SCORE_TOKENS, load_language
 from step1_sft.train import train as train_sft
 from step2_reward.train import train as train_reward
 from step3_ppo import roles as roles_module
@@ -172,7 +172,6 @@ def test_raises_a_programmable_reward(digits: Models, tmp_path: Path) -> None:
         gold_rule="final_number",
         rollout__prompts_per_step=32,
         rollout__batch_size=32,
-        rollout__score_batch_size=32,
         update__minibatch_size=16,
         actor_optim__lr=3e-3,
         critic_optim__lr=3e-3,
@@ -236,7 +235,6 @@ def test_a_constant_reward_does_not_move_the_policy_far(digits: Models, tmp_path
         shaping__model_weight=0.0,
         rollout__prompts_per_step=32,
         rollout__batch_size=32,
-        rollout__score_batch_size=32,
         update__minibatch_size=16,
         actor_optim__lr=3e-3,
         critic_optim__lr=3e-3,
@@ -352,11 +350,10 @@ def test_shaping_reaches_the_rewards(models: Models, tmp_path: Path, experiences
 
 def test_scoring_has_a_budget_of_its_own(models: Models, tmp_path: Path) -> None:
     """data.micro_batch_tokens is about training, which holds activations and gradients."""
-    cfg = models.config(tmp_path / "ppo", data__micro_batch_tokens=40, rollout__score_batch_size=8)
+    cfg = models.config(tmp_path / "ppo", data__micro_batch_tokens=40)
     language = load_language(cfg.data, TokenizerConfig(), cfg.actor, stage="ppo")
     scoring, training = program.make_batchings(cfg, language, roles_module.load_ds_configs(cfg))
-    assert training.max_tokens == 40
-    assert scoring.max_tokens == 8 * (cfg.data.max_prompt_tokens + cfg.data.max_response_tokens)
+    assert (training.max_tokens, scoring.max_tokens) == (40, CPU_SCORE_TOKENS)
 
 
 @pytest.mark.parametrize("stage", ["cpu_zero0", "cpu_zero3_hybrid"])

@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 
+from rlhf import stage
 from rlhf.config import DataConfig, ModelConfig, SourceConfig
 from rlhf.data.template import load_template
 from rlhf.models.build import train_bpe
-from rlhf.stage import Language, choose_batching
+from rlhf.stage import Language, choose_batching, choose_scoring
 
 OPT = {"model_type": "opt", "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "ffn_dim": 16}
 BLOOM = {"model_type": "bloom", "hidden_size": 32, "n_head": 2, "n_layer": 1}
@@ -41,3 +42,40 @@ def test_asking_for_it_with_a_model_that_cannot_names_the_family(language: Langu
     with pytest.raises(ValueError, match="packing is `on`, but bloom with attention=sdpa cannot read packed rows"):
         choose(language, ModelConfig(config=OPT), ModelConfig(config=BLOOM), packing="on")
     assert choose(language, ModelConfig(config=OPT), packing="on").packed
+
+
+def scoring(language: Language, config: dict[str, Any], *, dtype: str = "float32", **data: Any) -> Any:
+    model = ModelConfig(config=config)
+    section = DataConfig(sources=[SourceConfig(path="x")], **data)
+    training = choose_batching([model], section, language, max_rows=4, longest_row=50)
+    return choose_scoring(training, {"a": model}, {"a": dtype}, section, language, longest_row=50)
+
+
+def test_scoring_packs_as_training_does_with_a_budget_of_its_own(
+    language: Language, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    assert scoring(language, OPT, micro_batch_tokens=70).max_tokens == stage.CPU_SCORE_TOKENS
+    assert caplog.messages == [f"scoring: micro-batches of at most {stage.CPU_SCORE_TOKENS} tokens (on CPUs)"]
+    assert scoring(language, OPT, score_micro_batch_tokens=300).max_tokens == 300
+    padded = scoring(language, BLOOM, score_micro_batch_tokens=300)
+    assert not padded.packed and padded.max_rows == 6
+    assert scoring(language, BLOOM, score_micro_batch_tokens=10).max_rows == 1
+
+
+def test_on_an_accelerator_scoring_takes_what_the_poorest_rank_has_free(
+    language: Language, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OPT of width 16, MLP 16: attention is the wider, 80 + 48 + 4/3 x 80 + 16 = 250.7 numbers, 1002 bytes a token.
+
+    Half of 20 MB less 1024 x 262 logits x 32 bytes leaves 1,414,784 bytes: 1411 tokens, 1024 as a power of two; in
+    bfloat16 twice as many. BLOOM of width 32, padded: 501.3 numbers, and for each of 50 columns 2 x 16 bytes of scores
+    and 4 of mask: 3805 bytes, 371 tokens, 256 as a power of two.
+    """
+    monkeypatch.setattr(stage, "device_type", lambda: "cuda")
+    monkeypatch.setattr(stage, "free_memory", lambda: 50_000_000)
+    monkeypatch.setattr(stage, "all_gather_objects", lambda free: [free, 20_000_000])
+    assert len(language.tokenizer) == 262
+    assert scoring(language, OPT).max_tokens == 1024
+    assert scoring(language, OPT, dtype="bfloat16").max_tokens == 2048
+    assert scoring(language, BLOOM).max_rows == 256 // 50

@@ -116,7 +116,7 @@ def test_samples_of_one_prompt_are_dealt_together() -> None:
 
 
 def test_a_prompt_is_divided_where_ranks_would_wait() -> None:
-    """Four answers to one prompt, two ranks: together 30 tokens on one rank and none on the other; in halves 20 each."""
+    """Four answers to one prompt, two ranks: together 30 tokens on one rank and none on the other; halves, 20 each."""
     plan = token_micro_batches([15] * 4, world_size=2, max_tokens=100, prompts=[("a", 10)] * 4)
     assert plan == [[[0, 1]], [[2, 3]]]
 
@@ -132,9 +132,7 @@ def _budgeted(rows: list[int], lengths: list[int], prompts: list[tuple[int, int]
     return tokens
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 4), st.integers(1, 80)), max_size=40), st.integers(1, 4), st.integers(1, 600)
-)
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 80)), max_size=40), st.integers(1, 4), st.integers(1, 600))
 def test_sharing_keeps_the_budget(rows: list[tuple[int, int]], world_size: int, max_tokens: int) -> None:
     """Every row once, no rank a call fewer, and only a row that is over the budget by itself exceeds it."""
     prompts = [(key, 7 * key + 3) for key, _ in rows]

@@ -342,7 +342,7 @@ def test_a_changed_row_is_seen(write: Write, data_config: MakeConfig, build: Any
 def test_key_follows_everything_that_decides_the_rows(
     write: Write, data_config: MakeConfig, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """B5: tokenizer, terminator and template count by what they do; weights and folders do not count."""
+    """B5: tokenizer, terminator and template count by what they do; weights, folders and micro-batches do not count."""
     path = write("a.jsonl", pairs(3))
     base = data_config(path)
 
@@ -374,6 +374,7 @@ def test_key_follows_everything_that_decides_the_rows(
         key(data_config(path, cache_dir="/elsewhere")),
         key(data_config(sources=[SourceConfig(path=str(path), weight=3.0)])),
         key(data_config("a.jsonl", root=str(path.parent))),
+        key(data_config(path, packing="off", micro_batch_tokens=100, score_micro_batch_tokens=100)),
     }
     assert len(same) == 1
 

@@ -88,7 +88,7 @@ def test_groups_hold_like_lengths_and_every_token_once() -> None:
 
 
 def test_the_token_before_each_one_follows_its_sequence() -> None:
-    """Two tokens of a prompt, answers of 2 and 1 tokens, then a sequence of its own: the answers both follow token 1."""
+    """Two tokens of a prompt, answers of 2 and 1 tokens, then another sequence: both answers follow token 1."""
     columns = [np.array(c) for c in ([0, 1, 2, 3], [0, 1, 4], [5, 6])]
     before_T = PackedLayout([4, 3, 2], columns=columns).before_T
     assert before_T[[1, 2, 3, 4, 6]].tolist() == [0, 1, 2, 1, 5]

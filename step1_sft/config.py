@@ -43,6 +43,8 @@ class SFTConfig:
     """Stop after this many steps; 0: by epochs alone."""
     loss_on: Literal["responses", "all"] = "responses"
     """Tokens with a loss: the assistant's turns, stop token included, or every token."""
+    fused_loss: Literal["auto", "off"] = "auto"
+    """Liger's kernels for the loss: `auto` on CUDA where Liger is installed and the ZeRO stage is below 3."""
 
     def __post_init__(self) -> None:
         check_length(global_batch_size=self.global_batch_size, epochs=self.epochs, max_steps=self.max_steps)

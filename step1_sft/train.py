@@ -3,6 +3,7 @@
 Run with `deepspeed --module step1_sft.train --config sft.yaml`, or as one plain process with `python -m`.
 """
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Protocol
@@ -16,16 +17,20 @@ from rlhf.data.collate import TokenBatch, collate_sft
 from rlhf.data.dataset import SFTRow, build_dataset, report_lines
 from rlhf.data.loader import Loader, evenly_spaced
 from rlhf.data.prefetch import Prefetch
-from rlhf.distributed import all_sum, device, rank, shutdown, world_size
+from rlhf.distributed import all_sum, device, device_type, rank, shutdown, world_size
 from rlhf.engine import TrainEngine, setup, zero3_init
+from rlhf.models import liger
 from rlhf.models.build import build_causal_lm, check_length_fits
 from rlhf.models.policy import Policy
+from rlhf.models.token_stats import TokenStats, token_stats
 from rlhf.rollout.answers import Voice, answer_rows
 from rlhf.run import Run
 from rlhf.stage import Language, choose_batching, choose_scoring, export_model, load_language
 from step1_sft.config import SFTConfig
 from step1_sft.evaluate import evaluate_loss, summarise_answers, to_samples
 from step1_sft.loss import sft_loss_sum
+
+logger = logging.getLogger(__name__)
 
 
 def train(cfg: SFTConfig) -> None:
@@ -65,7 +70,8 @@ def train(cfg: SFTConfig) -> None:
     with zero3_init(ds):
         model = build_causal_lm(cfg.model, language.tokenizer, seed=cfg.run.seed)
     check_length_fits(model.config, cfg.data.max_prompt_tokens + cfg.data.max_response_tokens)
-    policy = TrainEngine(Policy(model), ds=ds, optim=cfg.optim, role="policy", num_steps=len(loader))
+    wrapped = Policy(model, closed_form=choose_loss(cfg.fused_loss, zero_stage=ds_config.zero_stage(ds)))
+    policy = TrainEngine(wrapped, ds=ds, optim=cfg.optim, role="policy", num_steps=len(loader))
     evaluate = make_evaluation(cfg, policy, language, batching, run)
     checkpoint.resume(run, {"policy": policy}, {"loader": loader})
     before = run.once("before", lambda: evaluate(0, answers=False))
@@ -91,6 +97,14 @@ def train(cfg: SFTConfig) -> None:
     metrics = headline(before, after)
     folder = export_model(policy, language, run, kind="policy", parents=[cfg.model.path], metrics=metrics)
     run.finish(metrics, folder)
+
+
+def choose_loss(fused: str, *, zero_stage: int) -> TokenStats:
+    """Who computes the log-probabilities that are trained on: Liger where it fits, else our own closed form."""
+    if fused == "off" or zero_stage == 3 or device_type() != "cuda" or not liger.is_installed():
+        return token_stats
+    logger.info("the loss is computed by Liger's kernels; fused_loss=off switches to our own")
+    return liger.liger_stats
 
 
 class Evaluation(Protocol):

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from rlhf.config import SamplingConfig
 from rlhf.data.packing import PackedLayout
 from rlhf.models.backbone import base_of, hidden_states
-from rlhf.models.token_stats import token_stats
+from rlhf.models.token_stats import TokenStats, token_stats
 from rlhf.ops import entropy_from_logits, transform_logits
 
 # Logits that exist at once, forward and backward.
@@ -41,10 +41,20 @@ class PolicyOutput(NamedTuple):
 class Policy(nn.Module):
     """Scores tokens under a Hugging Face causal LM (`.model`, adapters included)."""
 
-    def __init__(self, model: nn.Module, *, chunk_tokens: int = CHUNK_TOKENS) -> None:
+    def __init__(
+        self, model: nn.Module, *, chunk_tokens: int = CHUNK_TOKENS, closed_form: TokenStats = token_stats
+    ) -> None:
+        """Wrap a model.
+
+        Args:
+            model: the Hugging Face model.
+            chunk_tokens: tokens whose logits exist at once.
+            closed_form: computes the statistics where the distribution is the model's own, or at another temperature.
+        """
         super().__init__()
         self.model = model
         self.chunk_tokens = chunk_tokens
+        self.closed_form = closed_form
 
     @property
     def config(self) -> Any:
@@ -107,7 +117,7 @@ class Policy(nn.Module):
 
         def in_closed_form(hidden_SD: Tensor) -> tuple[Tensor, ...]:
             temperature = 1.0 if sampling is None else sampling.temperature
-            return token_stats(hidden_SD, head.weight, head.bias, token_S, temperature, self.chunk_tokens)
+            return self.closed_form(hidden_SD, head.weight, head.bias, token_S, temperature, self.chunk_tokens)
 
         if type(head) is nn.Linear and has_plain_logits(self.config) and (sampling is None or _only_scales(sampling)):
             logprob_S, entropy_S, greedy_S = _call_once(head, in_closed_form, hidden_SD)

@@ -117,9 +117,9 @@ def _logits_grad(
     return grad_CV.scatter_add_(-1, token_C[:, None], scale_C[:, None])
 
 
-token_stats = cast(
-    Callable[[Tensor, Tensor, Tensor | None, Tensor, float, int], tuple[Tensor, Tensor, Tensor]], _TokenStats.apply
-)
+TokenStats = Callable[[Tensor, Tensor, Tensor | None, Tensor, float, int], tuple[Tensor, Tensor, Tensor]]
+
+token_stats = cast(TokenStats, _TokenStats.apply)
 """Of S tokens: logprob_S and entropy_S (float32, nats, with gradients) and greedy_S (token is a most likely one).
 
 Arguments: hidden_SD, weight_VD and bias_V of the head, token_S, temperature (logits are divided by it), and the most

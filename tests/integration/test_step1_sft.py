@@ -172,3 +172,19 @@ def test_a_loss_that_is_not_finite_stops_the_run(rows: Path, tmp_path: Path) -> 
         train(sft_config(tmp_path / "sft", rows, optim__lr=1e30, optim__clip_norm=0.0))
     assert (caught.value.step, caught.value.rank, caught.value.role) == (1, 0, "policy")
     assert not (tmp_path / "sft/model").exists() and not (tmp_path / "sft/result.json").exists()
+
+
+def test_who_computes_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Liger on CUDA where it is installed, but not under ZeRO-3 and not where it is switched off."""
+    from rlhf.models.liger import liger_stats
+    from rlhf.models.token_stats import token_stats
+    from step1_sft import train as program
+
+    assert program.choose_loss("auto", zero_stage=0) is token_stats  # on this CPU
+    monkeypatch.setattr(program, "device_type", lambda: "cuda")
+    monkeypatch.setattr(program.liger, "is_installed", lambda: False)
+    assert program.choose_loss("auto", zero_stage=0) is token_stats
+    monkeypatch.setattr(program.liger, "is_installed", lambda: True)
+    assert program.choose_loss("auto", zero_stage=2) is liger_stats
+    assert program.choose_loss("auto", zero_stage=3) is token_stats
+    assert program.choose_loss("off", zero_stage=0) is token_stats

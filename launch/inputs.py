@@ -12,8 +12,9 @@ from rlhf import artifacts, ds_config
 from rlhf.config import ModelConfig, SourceConfig, to_dict
 
 _NO_EFFECT = {
-    "run.out_dir", "run.resume", "run.log_every", "run.save_every", "run.keep_states", "run.tensorboard",
-    "run.wandb_project", "data.root", "data.cache_dir",
+    "run.out_dir", "run.resume", "run.resume_weights_only", "run.log_every", "run.save_every", "run.save_minutes",
+    "run.save_async", "run.keep_states", "run.keep_best", "run.tensorboard", "run.wandb_project", "data.root",
+    "data.cache_dir",
 }  # fmt: skip
 """Keys that change where a stage writes or reads, but not what comes out; data is compared by content."""
 _HASHED_BYTES = 256 * 2**20

@@ -5,6 +5,7 @@ YAML file is the recipe, dotted flags override it; `parse_config` is the only co
 """
 
 import dataclasses
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -305,11 +306,19 @@ class RunConfig:
     eval_every: int = 0
     """Evaluate every so many steps; 0: before the first and after the last step only."""
     save_every: int = 0
-    """Save resumable state every so many steps; 0: none."""
+    """Save resumable state every so many steps; 0: not by steps."""
+    save_minutes: float = 0.0
+    """Save it also when so many minutes have passed since the last one; 0: not by time."""
+    save_async: bool = False
+    """Write it beside training, from a copy in host memory."""
     keep_states: int = 2
-    """Number of saved states to keep."""
+    """Number of newest states to keep."""
+    keep_best: str | None = None
+    """Also keep the state with the best value of this metric, for example eval/loss."""
     resume: bool = False
-    """Continue from the newest state in out_dir; an error if there is none."""
+    """Continue from the newest intact state in out_dir; an error if there is none."""
+    resume_weights_only: bool = False
+    """With resume: take weights and positions, not the optimiser."""
     tensorboard: bool = False
     """Also write TensorBoard events."""
     wandb_project: str | None = None
@@ -320,6 +329,22 @@ class RunConfig:
             raise ValueError(
                 "run.log_every and run.keep_states must be >= 1, run.eval_every and run.save_every >= 0, got "
                 f"{self.log_every}, {self.keep_states}, {self.eval_every}, {self.save_every}."
+            )
+        if not 0 <= self.save_minutes < math.inf:
+            raise ValueError(f"run.save_minutes must be >= 0 and finite, got {self.save_minutes}.")
+        if self.resume_weights_only and not self.resume:
+            raise ValueError("run.resume_weights_only is about a resume. Set run.resume too, or leave it out.")
+        if self.keep_best is not None:
+            self._check_keep_best(self.keep_best)
+
+    def _check_keep_best(self, metric: str) -> None:
+        """A state competes with the value that was written in its own step, so both have to come together."""
+        key = "eval_every" if metric.startswith("eval/") else "log_every"
+        every = getattr(self, key)
+        if not every or not self.save_every or self.save_every % every:
+            raise ValueError(
+                f"run.keep_best={metric} needs a state wherever the metric is written: run.save_every a multiple of "
+                f"run.{key}, got {self.save_every} and {every}."
             )
 
 

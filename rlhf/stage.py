@@ -8,7 +8,7 @@ from typing import cast
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from rlhf import artifacts, checkpoint
+from rlhf import artifacts
 from rlhf.artifacts import Contract
 from rlhf.config import DataConfig, ModelConfig, TokenizerConfig
 from rlhf.data.batching import Batching
@@ -17,6 +17,7 @@ from rlhf.data.splits import Stage
 from rlhf.data.template import ChatTemplate, load_template
 from rlhf.distributed import broadcast_object, is_main, together
 from rlhf.engine import TrainEngine
+from rlhf.model_folder import save_model_folder
 from rlhf.models.attention import FAMILIES, takes_layout
 from rlhf.models.build import load_tokenizer, read_config, tokenizer_fingerprint, train_bpe
 from rlhf.run import Run
@@ -141,7 +142,7 @@ def export_model(
             metrics=metrics,
         )
 
-    checkpoint.save_model_folder(
+    save_model_folder(
         cast(nn.Module, engine.module.model),
         engine,
         language.tokenizer,

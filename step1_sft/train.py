@@ -9,7 +9,8 @@ from typing import Protocol
 
 import torch
 
-from rlhf import checkpoint, ds_config
+from rlhf import ds_config
+from rlhf.checkpoint import Checkpoints
 from rlhf.config import parse_config
 from rlhf.data.batching import Batching
 from rlhf.data.collate import TokenBatch, collate_sft
@@ -67,10 +68,11 @@ def train(cfg: SFTConfig) -> None:
     check_length_fits(model.config, cfg.data.max_prompt_tokens + cfg.data.max_response_tokens)
     policy = TrainEngine(Policy(model), ds=ds, optim=cfg.optim, role="policy", num_steps=len(loader))
     evaluate = make_evaluation(cfg, policy, language, batching, run)
-    checkpoint.resume(run, {"policy": policy}, {"loader": loader})
+    checkpoints = Checkpoints(run, {"policy": policy}, {"loader": loader}, contract=language.contract)
+    checkpoints.resume()
     before = run.once("before", lambda: evaluate(0, answers=False))
 
-    for step, batches in run.steps(loader):
+    for step, batches in checkpoints.steps(loader):
         with run.timer("update"):
             count = all_sum(torch.stack([batch.loss_mask_BT.sum() for batch in batches]).sum())
             for i, batch in enumerate(batches):
@@ -84,8 +86,6 @@ def train(cfg: SFTConfig) -> None:
         run.log(step)
         if run.every(cfg.run.eval_every, step) and step < len(loader):
             evaluate(step, answers=False)
-        if run.every(cfg.run.save_every, step):
-            checkpoint.save(run, {"policy": policy}, {"loader": loader})
 
     after = evaluate(len(loader), answers=True)
     metrics = headline(before, after)

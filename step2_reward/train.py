@@ -7,7 +7,8 @@ from collections.abc import Mapping
 
 import torch
 
-from rlhf import artifacts, checkpoint, ds_config
+from rlhf import artifacts, ds_config
+from rlhf.checkpoint import Checkpoints
 from rlhf.config import parse_config
 from rlhf.data.collate import PreferenceBatch, collate_preferences
 from rlhf.data.dataset import PreferenceRow, build_dataset, report_lines
@@ -70,7 +71,8 @@ def train(cfg: RewardConfig) -> None:
         model = build_reward_model(cfg.model, language.tokenizer, seed=cfg.run.seed)
     check_length_fits(model.config, cfg.data.max_prompt_tokens + cfg.data.max_response_tokens)
     reward = TrainEngine(ScalarModel(model), ds=ds, optim=cfg.optim, role="reward", num_steps=len(loader))
-    checkpoint.resume(run, {"reward": reward}, {"loader": loader})
+    checkpoints = Checkpoints(run, {"reward": reward}, {"loader": loader}, contract=language.contract)
+    checkpoints.resume()
 
     def evaluate(step: int) -> dict[str, float]:
         with run.timer("eval"):
@@ -81,7 +83,7 @@ def train(cfg: RewardConfig) -> None:
         return values
 
     before = run.once("before", lambda: evaluate(0))
-    for step, batches in run.steps(loader):
+    for step, batches in checkpoints.steps(loader):
         with run.timer("update"):
             count = all_sum(torch.stack([batch.weight_N.sum() for batch in batches]).sum())
             for i, batch in enumerate(batches):
@@ -101,8 +103,6 @@ def train(cfg: RewardConfig) -> None:
         run.log(step)
         if run.every(cfg.run.eval_every, step) and step < len(loader):
             evaluate(step)
-        if run.every(cfg.run.save_every, step):
-            checkpoint.save(run, {"reward": reward}, {"loader": loader})
 
     metrics = headline(before, evaluate(len(loader)))
     if cfg.normalise.policy:

@@ -106,8 +106,9 @@ def _add_bench_peers(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
-    from launch.pipeline import RunOptions, run
+    from launch.pipeline import run
     from launch.placement import PlacementFlags
+    from launch.plan import RunOptions
 
     return run(
         RunOptions(

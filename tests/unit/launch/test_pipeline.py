@@ -14,7 +14,9 @@ import pytest
 import yaml
 
 from launch import command, pipeline
-from launch.pipeline import RunOptions, run
+from launch.pipeline import run
+from launch.plan import RunOptions
+from launch.record import run_lock
 
 FAKE_STAGE = Path(__file__).with_name("fake_stage.py")
 
@@ -207,7 +209,7 @@ def test_moved_run_is_still_finished(options: RunOptions, tmp_path: Path, capsys
 def test_two_launchers_on_one_folder(options: RunOptions, capsys: pytest.CaptureFixture[str]) -> None:
     assert options.out is not None
     options.out.mkdir()
-    with pipeline.run_lock(options.out):
+    with run_lock(options.out):
         assert run(options) == 2
     assert f"is in use by process {os.getpid()} on" in capsys.readouterr().out
     assert run(options) == 0
@@ -226,8 +228,9 @@ def test_signal_ends_the_stage(tmp_path: Path, signum: signal.Signals) -> None:
     """Ctrl-C and SIGTERM to `rlhf run` leave no process behind, and the exit code says so."""
     script = (
         "import sys; from pathlib import Path; from launch import command, pipeline\n"
+        "from launch.plan import RunOptions\n"
         f"command.stage_command = lambda m, c, p, *, port: [sys.executable, {str(FAKE_STAGE)!r}, '--config', str(c)]\n"
-        f"sys.exit(pipeline.run(pipeline.RunOptions(recipe='tiny_cpu', out=Path({str(tmp_path / 'run')!r}))))\n"
+        f"sys.exit(pipeline.run(RunOptions(recipe='tiny_cpu', out=Path({str(tmp_path / 'run')!r}))))\n"
     )
     environment = {**os.environ, "FAKE_STAGE": "step1_sft:hang", "DS_ACCELERATOR": "cpu"}
     launcher = subprocess.Popen([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True)

@@ -28,7 +28,7 @@ def stage_inputs(stage: Stage) -> dict[str, Any]:
     """
     inputs: dict[str, Any] = {}
     for key, value in _flatten(to_dict(stage.config)):
-        if key not in _NO_EFFECT and key not in stage.feeds:
+        if key not in _NO_EFFECT and key not in stage.feeds and not key.startswith("run.watchdog."):
             inputs[f"config.{key}"] = value
     for role, name in stage.ds_configs().items():
         inputs[f"deepspeed.{role}"] = ds_config.load(name)

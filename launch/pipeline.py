@@ -16,8 +16,8 @@ from launch import command, preflight, process
 from launch.decide import decide_all
 from launch.display import make_console
 from launch.placement import PlacementFlags
-from launch.plan import Plan, PlanError, RunOptions, choose_port, config_path, make_plan
-from launch.record import run_lock
+from launch.plan import Plan, PlanError, RunOptions, choose_port, config_path, make_plan, rank_folder
+from launch.record import next_attempt, run_lock
 from launch.runner import Runner
 from rlhf import ds_config
 from rlhf.config import to_dict
@@ -93,7 +93,10 @@ def _dry_run(plan: Plan, options: RunOptions, console: Console) -> None:
         for role, name in stage.ds_configs().items():
             say(f"# DeepSpeed JSON of {role}: {name}")
             say(json.dumps(ds_config.load(name)))
-        argv = command.stage_command(stage.module, path, plan.placement, port=choose_port(plan.placement))
+        folder = rank_folder(plan.run_dir, stage, next_attempt(plan.run_dir, stage))
+        argv = command.stage_command(
+            stage.module, path, plan.placement, port=choose_port(plan.placement), rank_logs=folder
+        )
         say(f"$ {shlex.join(argv)}")
     if problems:
         say()

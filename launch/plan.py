@@ -10,6 +10,7 @@ from launch import command, placement
 from launch.hostfile import HostfileError
 from launch.placement import Placement, PlacementError, PlacementFlags
 from launch.recipe import Recipe, RecipeError, Stage, find_recipe, load_recipe, resolve_stages
+from launch.restart import MOST_DELAY_SECONDS
 from rlhf import host
 
 
@@ -21,6 +22,12 @@ class RunOptions:
     out: Path | None = None
     placement: PlacementFlags = PlacementFlags()
     resume: bool = False
+    restarts: int = 0
+    """Starts of a stage after it has failed."""
+    restart_delay: float = 10.0
+    """Seconds before the first restart."""
+    elastic: bool = False
+    """A restart leaves out hosts that do not answer."""
     force: bool = False
     dry_run: bool = False
     seed: int | None = None
@@ -78,14 +85,18 @@ def make_plan(options: RunOptions, environment: Mapping[str, str] | None = None)
     try:
         where = placement.place(
             options.placement,
-            needs_hostfile=recipe.deployment == "multi_node",
+            deployment=recipe.deployment,
             default_num_gpus=recipe.num_gpus,
             environment=ranks_environment,
         )
         for stage in stages:
-            command.stage_command(stage.module, config_path(run_dir, stage), where, port=1)
+            path = config_path(run_dir, stage)
+            command.stage_command(stage.module, path, where, port=1, rank_logs=rank_folder(run_dir, stage, 1))
+        if where.is_remote:
+            command.remote_variables(ranks_environment, recipe.environment, command.user_variable_files())
     except (PlacementError, HostfileError, command.CommandError) as error:
         problems.append(str(error))
+    problems += _restart_problems(options)
     if options.resume and options.force:
         problems.append("--resume and --force exclude each other: one continues, the other starts over. Give one.")
     if problems or where is None:
@@ -102,9 +113,25 @@ def make_plan(options: RunOptions, environment: Mapping[str, str] | None = None)
     )
 
 
+def _restart_problems(options: RunOptions) -> list[str]:
+    problems = []
+    if options.restarts < 0:
+        problems.append(f"--restarts must be >= 0, got {options.restarts}.")
+    if not 0 <= options.restart_delay <= MOST_DELAY_SECONDS:
+        problems.append(f"--restart-delay must be in [0, {MOST_DELAY_SECONDS:g}], got {options.restart_delay:g}.")
+    if options.elastic and (options.restarts == 0 or options.placement.hostfile is None):
+        problems.append("--elastic leaves out lost hosts at a restart: it needs --restarts and --hostfile.")
+    return problems
+
+
 def config_path(run_dir: Path, stage: Stage) -> Path:
     """What a stage is started with."""
     return run_dir / "configs" / f"{stage.folder}.yaml"
+
+
+def rank_folder(run_dir: Path, stage: Stage, attempt: int) -> Path:
+    """Output and heartbeats of the ranks of one attempt."""
+    return run_dir / "logs" / f"{stage.folder}.{attempt}"
 
 
 def choose_port(where: Placement) -> int:

@@ -73,8 +73,21 @@ def check(
     return list(dict.fromkeys(problems))
 
 
-def unreachable_hosts(placement: Placement, *, timeout_seconds: int = 8) -> list[Problem]:
+def unreachable_hosts(placement: Placement) -> list[Problem]:
     """Hosts of the placement that do not answer ssh without a password; DeepSpeed looks at the first one only."""
+    lines = {host.name: f"{placement.hostfile}:{host.line}: " if host.line else "" for host in placement.hosts}
+    return [
+        Problem(
+            f"{lines[name]}host {name} does not answer `ssh -o BatchMode=yes {name} true`. Set up ssh without a "
+            "password to it, also from a host to itself, or leave it out with --exclude.",
+            here=True,
+        )
+        for name in hosts_without_answer(placement)
+    ]
+
+
+def hosts_without_answer(placement: Placement, *, timeout_seconds: int = 8) -> list[str]:
+    """Names of hosts that cannot be reached through ssh now; none for a run on this machine."""
     if not placement.is_remote:
         return []
 
@@ -88,15 +101,7 @@ def unreachable_hosts(placement: Placement, *, timeout_seconds: int = 8) -> list
     names = [host.name for host in placement.hosts]
     with ThreadPoolExecutor(max_workers=32) as pool:
         reached = list(pool.map(answers, names))
-    return [
-        Problem(
-            f"host {name} of {placement.hostfile} does not answer `ssh -o BatchMode=yes {name} true`. Set up ssh "
-            "without a password to it, also from a host to itself, or leave it out with --exclude.",
-            here=True,
-        )
-        for name, ok in zip(names, reached, strict=True)
-        if not ok
-    ]
+    return [name for name, ok in zip(names, reached, strict=True) if not ok]
 
 
 def _prefix(stage: Stage, problems: Iterator[Problem]) -> Iterator[Problem]:

@@ -6,7 +6,6 @@ import shlex
 import signal
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -15,14 +14,15 @@ from rich.text import Text
 from launch import command, preflight, process
 from launch.decide import Decision, decide_all
 from launch.display import StageProgress, closing_table
+from launch.failure import Failure, explain
 from launch.inputs import stage_inputs
-from launch.plan import Plan, PlanError, RunOptions, choose_port, config_path
+from launch.plan import Plan, PlanError, RunOptions, choose_port, config_path, rank_folder
+from launch.ranks import Ranks
 from launch.recipe import Stage
 from launch.record import build_summary, has_state, next_attempt, read_record, read_result, set_aside
+from launch.restart import GiveUpError, Restarts, check_fewer_ranks, without
 from rlhf import artifacts
 from rlhf.config import save_config
-
-_LOG_LINES = 30
 
 
 class Runner:
@@ -33,6 +33,7 @@ class Runner:
     ) -> None:
         self.plan, self.options, self.console = plan, options, console
         self.interrupt, self.lock = interrupt, lock
+        self.placement = plan.placement
         self.outcomes: dict[str, dict[str, Any]] = {}
 
     def run(self) -> int:
@@ -74,52 +75,94 @@ class Runner:
         return decisions
 
     def _run_stage(self, stage: Stage, decision: Decision) -> int:
-        plan = self.plan
-        resumes = decision.action == "resume"
-        attempt = next_attempt(plan.run_dir, stage)
+        """Run a stage, again where --restarts allows it; returns the exit code."""
+        resumes, reason = decision.action == "resume", decision.reason
+        restarts = Restarts(most=self.options.restarts, delay_seconds=self.options.restart_delay)
+        while True:
+            code, failure = self._attempt(stage, resumes=resumes, reason=reason)
+            if failure is None:
+                return code
+            try:
+                delay = restarts.next_delay(step=failure.step, exit_code=code)
+                if self.options.elastic:
+                    self._drop_lost_hosts(stage)
+            except GiveUpError as error:
+                self._give_up(stage, str(error))
+                return code
+            resumes = has_state(stage.out_dir)
+            reason = "continues from its saved state" if resumes else "no state was saved, so it starts over"
+            self._say(f"{stage.folder}: restart {restarts.done} of {restarts.most} in {delay:g} s")
+            self._wait(delay)
+            if self.interrupt.signum is not None:
+                return self._stopped(stage, self.interrupt.signum)
+
+    def _wait(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and self.interrupt.signum is None:
+            time.sleep(0.1)
+
+    def _drop_lost_hosts(self, stage: Stage) -> None:
+        lost = preflight.hosts_without_answer(self.placement)
+        if not lost:
+            return
+        self.placement = without(self.placement, lost)
+        check_fewer_ranks(stage, self.placement)
+        self._say(f"--elastic: {', '.join(lost)} does not answer; going on with {self.placement}")
+
+    def _attempt(self, stage: Stage, *, resumes: bool, reason: str) -> tuple[int, Failure | None]:
+        """Start a stage once and watch it; returns an exit code, and what is to be said if it failed."""
+        run_dir, attempt = self.plan.run_dir, next_attempt(self.plan.run_dir, stage)
         if not resumes:
-            set_aside(plan.run_dir, stage)
+            set_aside(run_dir, stage)
         config = dataclasses.replace(stage.config, run=dataclasses.replace(stage.config.run, resume=resumes))
-        path = config_path(plan.run_dir, stage)
+        path = config_path(run_dir, stage)
         path.parent.mkdir(parents=True, exist_ok=True)
         save_config(config, path)
         # Models of earlier stages are there now, so what this stage reads is known.
         inputs = stage_inputs(stage)
-        port = choose_port(plan.placement)
-        argv = command.stage_command(stage.module, path, plan.placement, port=port)
-        log_path = plan.run_dir / "logs" / f"{stage.folder}.{attempt}.log"
-        log_path.parent.mkdir(exist_ok=True)
-        self._say(f"{stage.folder}: {decision.reason}; attempt {attempt}, log {log_path}")
+        folder = rank_folder(run_dir, stage, attempt)
+        log_path = folder.with_name(f"{folder.name}.log")
+        ranks = Ranks(folder, world_size=self.placement.world_size, config=config.run.watchdog)
+        argv = command.stage_command(
+            stage.module, path, self.placement, port=choose_port(self.placement), rank_logs=folder
+        )
+        self._say(f"{stage.folder}: {reason}; attempt {attempt}, log {log_path}")
         record: dict[str, Any] = {"status": "running", "attempt": attempt, "started": time.time(), "command": argv}
-        self._note(stage, {**record, "inputs": inputs})
+        record["inputs"] = inputs
+        self._note(stage, record)
         started = time.monotonic()
         with StageProgress(self.console, stage.folder, stage.out_dir / "progress.json") as progress:
             outcome = process.run_watched(
                 argv,
-                environment=self._environment(),
+                environment=self._environment(ranks.variables),
                 log_path=log_path,
                 interrupt=self.interrupt,
                 on_tick=progress.tick,
-                ends_remote_ranks=plan.placement.is_remote,
+                ranks=ranks,
+                ends_remote_ranks=self.placement.is_remote,
                 keep_open=(self.lock,),
             )
         seconds = time.monotonic() - started
         result = read_result(stage.out_dir)
         if outcome.interrupted_by is not None:
-            self._note(stage, {**record, "inputs": inputs, "status": "interrupted", "wall_seconds": seconds})
+            self._note(stage, {**record, "status": "interrupted", "wall_seconds": seconds})
             self.outcomes[stage.folder] = {"status": "interrupted", "seconds": seconds}
-            return self._stopped(stage, outcome.interrupted_by)
+            return self._stopped(stage, outcome.interrupted_by), None
         if outcome.returncode == 0 and result is not None and outcome.num_leftover == 0:
-            self._note(stage, {**record, "inputs": inputs, "status": "done", "wall_seconds": seconds})
+            self._note(stage, {**record, "status": "done", "wall_seconds": seconds})
+            self.outcomes.pop(stage.folder, None)
             self._say(f"{stage.folder}: done in {seconds:.1f} s")
-            return 0
-        self._note(stage, {**record, "inputs": inputs, "status": "failed", "wall_seconds": seconds})
-        return self._failed(stage, outcome, log_path, seconds=seconds, has_result=result is not None)
+            return 0, None
+        self._note(stage, {**record, "status": "failed", "wall_seconds": seconds})
+        failure = explain(outcome, ranks, log_path)
+        missing = ", but the stage wrote no result.json" if outcome.returncode == 0 and result is None else ""
+        self._tell(stage, failure, f"{failure.text}{missing}", seconds=seconds)
+        return failure.exit_code, failure
 
-    def _environment(self) -> dict[str, str]:
+    def _environment(self, watch: Mapping[str, str]) -> dict[str, str]:
         """The launcher's environment; for other machines also the file that deepspeed carries variables from."""
-        environment = dict(self.plan.environment)
-        if not self.plan.placement.is_remote:
+        environment = {**self.plan.environment, **watch}
+        if not self.placement.is_remote:
             environment.pop("CUDA_VISIBLE_DEVICES", None)  # its devices are in --include or --num_gpus
             return environment
         variables = command.remote_variables(environment, self.plan.recipe.environment, command.user_variable_files())
@@ -130,23 +173,26 @@ class Runner:
         environment["DS_ENV_FILE"] = str(path)
         return environment
 
-    def _failed(
-        self, stage: Stage, outcome: process.Outcome, log_path: Path, *, seconds: float, has_result: bool
-    ) -> int:
-        text = log_path.read_text(encoding="utf-8", errors="replace")
-        how = process.describe_failure(outcome, text)
-        if outcome.returncode == 0 and not has_result:
-            how += ", but the stage wrote no result.json"
+    def _tell(self, stage: Stage, failure: Failure, how: str, *, seconds: float) -> None:
+        """Say which rank failed, its last lines, and every rank's stack if it was stuck."""
         self.outcomes[stage.folder] = {"status": "failed", "seconds": seconds, "error": how}
-        lines = text.rstrip().splitlines()[-_LOG_LINES:]
-        self._say(f"{stage.folder} failed: {how}.")
-        self._say(f"last {len(lines)} lines of {log_path}:")
-        for line in lines:
+        self._say(f"{stage.folder} failed: {how.rstrip('.')}.")
+        for rank, stack in failure.stacks.items():
+            self._say(f"rank {rank} was at, innermost call first:")
+            for line in stack:
+                self._say(f"  {line}")
+        if failure.stacks:
+            self._say(f"all threads of all ranks: {failure.stacks_pattern}")
+        self._say(f"last {len(failure.lines)} lines of {failure.lines_path}:")
+        for line in failure.lines:
             self._say(f"  {line}")
+        self._summarise()
+
+    def _give_up(self, stage: Stage, why: str) -> None:
+        if why:
+            self._say(f"{stage.folder}: {why}")
         hint = " --resume continues from the saved state." if has_state(stage.out_dir) else ""
         self._say(f"Finished stages are kept; the same command goes on at {stage.folder}.{hint}")
-        self._summarise()
-        return process.exit_code(outcome.returncode)
 
     def _stopped(self, stage: Stage, signum: int) -> int:
         hint = "; add --resume to go on from its saved state" if has_state(stage.out_dir) else ""

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from rlhf import heartbeat
+
 MANIFEST = "manifest.json"
 SCHEMA = 1
 Kind = Literal["policy", "reward", "critic"]
@@ -380,6 +382,7 @@ def hash_file(path: Path) -> str:
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(1 << 22):
+            heartbeat.tick()
             digest.update(chunk)
     return digest.hexdigest()
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from rlhf import artifacts, distributed, states
+from rlhf import artifacts, distributed, heartbeat, states
 from rlhf.artifacts import Contract
 from rlhf.config import RunConfig
 from rlhf.engine import TrainEngine
@@ -164,6 +164,7 @@ class Checkpoints:
             distributed.shutdown()
             raise SystemExit(EXIT_STOPPED)
 
+    @heartbeat.during("save")
     def save(self, step: int) -> None:
         """Write the state after `step` steps. With run.save_async it counts after `wait` or a later step. Collective.
 
@@ -196,6 +197,7 @@ class Checkpoints:
         if not self.run.config.save_async:
             self.wait()
 
+    @heartbeat.during("save")
     def wait(self) -> None:
         """Finish the state that is being written: all files there, read back, named; then rotate. Collective.
 

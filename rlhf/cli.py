@@ -82,6 +82,11 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--master_port", type=int, metavar="PORT", help="port of rank 0 (default: a free one)")
     group = parser.add_argument_group("again")
     group.add_argument("--resume", action="store_true", help="continue an unfinished stage from its saved state")
+    group.add_argument("--restarts", type=int, default=0, metavar="N", help="start a failed stage again (default: 0)")
+    group.add_argument(
+        "--restart-delay", type=float, default=10.0, metavar="S", help="wait before the first; doubles (default: 10)"
+    )
+    group.add_argument("--elastic", action="store_true", help="restart without hosts that no longer answer")
     group.add_argument("--force", action="store_true", help="run finished stages again")
     group.add_argument("--dry-run", action="store_true", help="print configs and commands; write and start nothing")
 
@@ -123,6 +128,9 @@ def _run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
                 master_port=arguments.master_port,
             ),
             resume=arguments.resume,
+            restarts=arguments.restarts,
+            restart_delay=arguments.restart_delay,
+            elastic=arguments.elastic,
             force=arguments.force,
             dry_run=arguments.dry_run,
             seed=arguments.seed,

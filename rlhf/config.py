@@ -294,6 +294,41 @@ class EvalConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WatchdogConfig:
+    """Seconds without progress after which a rank counts as stuck and the run is ended, by phase; 0: never."""
+
+    start_seconds: float = 3600.0
+    """From the start of the process to the first step: data, models, engines."""
+    input_seconds: float = 900.0
+    """Waiting for a batch."""
+    rollout_seconds: float = 900.0
+    """Between two tokens of a rollout."""
+    score_seconds: float = 900.0
+    """Between two model calls of a scoring."""
+    update_seconds: float = 900.0
+    """Between two micro-batches of an update."""
+    eval_seconds: float = 900.0
+    """Between two model calls or tokens of an evaluation."""
+    save_seconds: float = 1800.0
+    """Writing a state or a model folder."""
+    other_seconds: float = 900.0
+    """What lies between the named phases."""
+    silent_seconds: float = 300.0
+    """A process that has not even written its heartbeat for so long was stopped, or its machine is gone."""
+
+    def __post_init__(self) -> None:
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            if not (value == 0 or 1 <= value < float("inf")):
+                raise ValueError(f"run.watchdog.{f.name} must be 0 (never) or >= 1, got {value}.")
+        if 0 < self.silent_seconds < 5:
+            raise ValueError(
+                f"run.watchdog.silent_seconds must be 0 (never) or >= 5, got {self.silent_seconds}: a heartbeat is "
+                "written once a second."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Folder, seed, cadence and sinks of one stage."""
 
@@ -323,6 +358,8 @@ class RunConfig:
     """Also write TensorBoard events."""
     wandb_project: str | None = None
     """Also log to this Weights & Biases project."""
+    watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
+    """When a rank counts as stuck (docs/reliability.md)."""
 
     def __post_init__(self) -> None:
         if self.log_every < 1 or self.eval_every < 0 or self.save_every < 0 or self.keep_states < 1:

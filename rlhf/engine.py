@@ -27,7 +27,7 @@ from transformers.integrations import deepspeed as hf_deepspeed
 from transformers.utils import logging as hf_logging
 from transformers.utils import logging as transformers_logging
 
-from rlhf import distributed, ds_config, host
+from rlhf import distributed, ds_config, heartbeat, host
 from rlhf.config import OptimConfig
 from rlhf.schedule import lr_multiplier
 from rlhf.state_writer import StateWriter
@@ -177,6 +177,7 @@ class TrainEngine:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
+        heartbeat.call(self.role)
         return self._engine(*args, **kwargs)
 
     def train(self) -> None:
@@ -208,6 +209,7 @@ class TrainEngine:
                 "0 times the sum of the model's outputs."
             )
         self._loss_is_finite &= torch.isfinite(loss_sum.detach())
+        heartbeat.call(self.role)
         self._engine.set_gradient_accumulation_boundary(last)
         # DeepSpeed averages over ranks, so the world size here makes it a sum over ranks, over the count.
         scale = distributed.world_size() / count
@@ -225,6 +227,7 @@ class TrainEngine:
             NonFiniteError: on every rank, before any weight changed.
         """
         assert self._at_boundary, "step() follows accumulate(..., last=True)"
+        heartbeat.call(self.role)
         self._at_boundary = False
         gradients = _averaged_gradients(self._engine, self.zero_stage)
         norm = self._checked_norm(gradients)
@@ -287,6 +290,7 @@ class TrainEngine:
         ZeRO-3 gathers all weights once (every rank holds them all inside the block) and takes DeepSpeed's hooks off; at
         the end, and after any exception, the hooks are back and the weights sharded. Both ends are collective.
         """
+        heartbeat.call(self.role)
         with self._evaluating(), _whole_weights(self._engine, self.zero_stage):
             yield self.module
 
@@ -297,6 +301,7 @@ class TrainEngine:
         DeepSpeed gathers each layer in each forward, so every rank has to make the same number of forwards; a rank that
         is done goes on with the others. Hugging Face's generate finds that out by itself in this block (synced_gpus).
         """
+        heartbeat.call(self.role)
         with self._evaluating(), _sharded_weights(self._engine, self.ds):
             yield self.module
 
@@ -430,6 +435,7 @@ class FrozenEngine:
     @torch.no_grad()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
+        heartbeat.call(self.role)
         return (self.module if self._engine is None else self._engine)(*args, **kwargs)
 
     @property

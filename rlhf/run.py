@@ -17,12 +17,12 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
-from rlhf import artifacts, distributed
+from rlhf import artifacts, distributed, heartbeat, watchdog
 from rlhf.clock import PHASES, Clock, Totals
 from rlhf.config import RunConfig, save_config, to_dict
 from rlhf.data.collate import Sequences
 from rlhf.metrics import Accumulator, JsonlSink, Sink, TensorBoardSink, WandbSink, lookup, split_finite
-from rlhf.run_folder import claim_folder, configure_logging, environment, peak_memory_bytes, seed_generators
+from rlhf.run_folder import HEARTBEAT, claim_folder, configure_logging, environment, peak_memory_bytes, seed_generators
 from rlhf.states import StateError
 
 logger = logging.getLogger(__name__)
@@ -80,6 +80,7 @@ class Run:
         started = time.perf_counter()
         config, folder = cfg.run, Path(cfg.run.out_dir)
         claim_folder(folder, resume=config.resume)
+        watchdog.write_records_to(folder / HEARTBEAT)
         configure_logging(folder)
         seed_generators(config.seed)
         sinks: list[Sink] = []
@@ -105,7 +106,7 @@ class Run:
         """Add the block's seconds to `time/<phase>_seconds`, the accelerator synchronised at both ends."""
         if phase == "eval" and self._clock.phase is None:
             self._write_progress("eval")
-        with self._clock.timer(phase):
+        with heartbeat.during(phase), self._clock.timer(phase):
             yield
 
     @property
@@ -121,6 +122,7 @@ class Run:
         left = iter(batches)
         self._write_progress("train")
         for step in range(self._first_step + 1, self.num_steps + 1):
+            heartbeat.at_step(step, self.num_steps)
             with self.timer("input"):
                 batch = next(left)
             yield step, batch

@@ -14,9 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlhf import artifacts, distributed, host, states
+from rlhf import artifacts, distributed, heartbeat, host, states
 from rlhf.stopping import REQUEST
 
+HEARTBEAT = "heartbeat"
+"""Folder of the ranks' records where `rlhf run` has named none."""
 RECORDS = ("metrics.jsonl", "samples.jsonl", "histograms.json", "result.json", "state", "model")
 _OUR_LOGGERS = ("rlhf", "step1_sft", "step2_reward", "step3_ppo", "__main__")
 
@@ -71,6 +73,7 @@ def claim_folder(folder: Path, *, resume: bool) -> None:
             folder.mkdir(parents=True, exist_ok=True)
             # A run that goes on is not done, whatever an earlier attempt wrote.
             (folder / "result.json").unlink(missing_ok=True)
+            (folder / HEARTBEAT / heartbeat.STUCK).unlink(missing_ok=True)
             (folder / REQUEST).unlink(missing_ok=True)
     problem = distributed.broadcast_object(problem)
     if problem is not None:

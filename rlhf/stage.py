@@ -8,7 +8,7 @@ from typing import cast
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from rlhf import artifacts
+from rlhf import artifacts, heartbeat
 from rlhf.artifacts import Contract
 from rlhf.config import DataConfig, ModelConfig, TokenizerConfig
 from rlhf.data.batching import Batching
@@ -107,6 +107,7 @@ def choose_batching(
     )
 
 
+@heartbeat.during("save")
 def export_model(
     engine: TrainEngine,
     language: Language,

@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from rlhf import heartbeat
 from rlhf.artifacts import FileEntry
 
 
@@ -121,6 +122,7 @@ class _Hashing(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         self.file.write(data)
+        heartbeat.tick()
         self.digest.update(data)
         self.num_bytes += len(data)
         return len(data)

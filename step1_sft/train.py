@@ -24,6 +24,7 @@ from rlhf.models.policy import Policy
 from rlhf.rollout.answers import Voice, answer_rows
 from rlhf.run import Run
 from rlhf.stage import Language, choose_batching, export_model, load_language
+from rlhf.watchdog import watched
 from step1_sft.config import SFTConfig
 from step1_sft.evaluate import evaluate_loss, summarise_answers, to_samples
 from step1_sft.loss import sft_loss_sum
@@ -152,9 +153,10 @@ def headline(before: Mapping[str, float], after: Mapping[str, float]) -> dict[st
 def main() -> None:
     """Entry point of the deepspeed launcher."""
     cfg = parse_config(SFTConfig, prog="step1_sft.train")
-    setup()
-    train(cfg)
-    shutdown()
+    with watched(cfg.run.watchdog):
+        setup()
+        train(cfg)
+        shutdown()
 
 
 if __name__ == "__main__":

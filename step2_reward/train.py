@@ -20,6 +20,7 @@ from rlhf.models.build import build_reward_model, check_length_fits
 from rlhf.models.scalar_head import ScalarModel, scores_at
 from rlhf.run import Run
 from rlhf.stage import choose_batching, export_model, load_language
+from rlhf.watchdog import watched
 from step2_reward.config import RewardConfig
 from step2_reward.evaluate import histograms, judge, summarise
 from step2_reward.loss import ranking_loss_sum
@@ -131,9 +132,10 @@ def headline(before: Mapping[str, float], after: Mapping[str, float]) -> dict[st
 def main() -> None:
     """Entry point of the deepspeed launcher."""
     cfg = parse_config(RewardConfig, prog="step2_reward.train")
-    setup()
-    train(cfg)
-    shutdown()
+    with watched(cfg.run.watchdog):
+        setup()
+        train(cfg)
+        shutdown()
 
 
 if __name__ == "__main__":

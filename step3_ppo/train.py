@@ -27,6 +27,7 @@ from rlhf.rollout.weights import lend_weights
 from rlhf.rules import rule_named
 from rlhf.run import Run
 from rlhf.stage import Language, choose_batching, export_model, load_language
+from rlhf.watchdog import watched
 from step3_ppo.checks import kl_is_zero
 from step3_ppo.config import PPOConfig, ShapingConfig
 from step3_ppo.evaluate import answer_held_out, describe, to_samples
@@ -273,9 +274,10 @@ def headline(before: dict[str, float], after: dict[str, float], judges: Judges) 
 def main() -> None:
     """Entry point of the deepspeed launcher."""
     cfg = parse_config(PPOConfig, prog="step3_ppo.train")
-    setup()
-    train(cfg)
-    shutdown()
+    with watched(cfg.run.watchdog):
+        setup()
+        train(cfg)
+        shutdown()
 
 
 if __name__ == "__main__":

@@ -23,8 +23,21 @@ STAGES = ("step1_sft", "step2_reward", "step3_ppo")
 
 # Imports inside rlhf point down, or to the same row.
 LAYERS = (
-    ("config", "data.schema", "data.formats", "data.splits", "data.toy", "schedule", "artifacts", "host", "stopping",
-     "py.typed"),
+    (
+        "config",
+        "data.schema",
+        "data.formats",
+        "data.splits",
+        "data.toy",
+        "schedule",
+        "artifacts",
+        "host",
+        "stopping",
+        "procfs",
+        "heartbeat",
+        "watchdog",
+        "py.typed",
+    ),
     ("data.sources", "rules", "ds_config", "distributed", "ops", "report_plots", "report", "states", "state_writer"),
     ("metrics", "models", "data", "clock", "rng", "run_folder", "universal"),
     ("engine", "run", "rollout", "checkpoint", "model_folder"),

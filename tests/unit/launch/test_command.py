@@ -8,27 +8,31 @@ from launch.command import CommandError, remote_variables, stage_command, stage_
 from launch.hostfile import Host
 from launch.placement import Placement
 
+LOGS = Path("/runs/logs/step1_sft.1")
 LOCAL = Placement(hosts=(Host("localhost", (0, 1)),), num_gpus=2)
 REMOTE = Placement(hosts=(Host("node1", (0,)), Host("node2", (0,))), hostfile=Path("/shared/nodes"))
 
 
 def test_local_command() -> None:
-    argv = stage_command("step1_sft.train", Path("/runs/a b/sft.yaml"), LOCAL, port=1234, python="/venv/bin/python")
+    argv = stage_command(
+        "step1_sft.train", Path("/runs/a b/sft.yaml"), LOCAL, port=1234, rank_logs=LOGS, python="/venv/bin/python"
+    )
     assert argv == [
         "/venv/bin/python", "-m", "deepspeed.launcher.runner", "-q", "--hostfile", "/dev/null", "--num_gpus", "2",
-        "--master_port", "1234", "--no_local_rank", "--module", "step1_sft.train", "--config", "/runs/a b/sft.yaml",
+        "--enable_each_rank_log", "/runs/logs/step1_sft.1", "--master_port", "1234", "--no_local_rank", "--module",
+        "step1_sft.train", "--config", "/runs/a b/sft.yaml",
     ]  # fmt: skip
 
 
 def test_job_hostfile_is_not_picked_up() -> None:
     """deepspeed reads /job/hostfile when it gets no --hostfile, and then runs on every machine in it."""
-    argv = stage_command("m", Path("/c"), LOCAL, port=1)
+    argv = stage_command("m", Path("/c"), LOCAL, port=1, rank_logs=LOGS)
     hostfile = Path(argv[argv.index("--hostfile") + 1])
     assert not hostfile.is_file()  # deepspeed's own test of whether there is a hostfile
 
 
 def test_remote_command() -> None:
-    argv = stage_command("step1_sft.train", Path("/shared/c.yaml"), REMOTE, port=1)
+    argv = stage_command("step1_sft.train", Path("/shared/c.yaml"), REMOTE, port=1, rank_logs=LOGS)
     assert argv[argv.index("--hostfile") + 1] == "/shared/nodes"
     assert "--force_multi" not in argv and "--num_gpus" not in argv
 
@@ -36,7 +40,7 @@ def test_remote_command() -> None:
 def test_one_remote_host_is_forced() -> None:
     """`--include node2` alone makes deepspeed run on this machine instead, and hang."""
     one = Placement(hosts=(Host("node2", (0,)),), hostfile=Path("/n"), include="node2", master_addr="10.0.0.2")
-    argv = stage_command("m", Path("/c"), one, port=1)
+    argv = stage_command("m", Path("/c"), one, port=1, rank_logs=LOGS)
     assert "--force_multi" in argv
     assert argv[argv.index("--include") + 1] == "node2" and argv[argv.index("--master_addr") + 1] == "10.0.0.2"
 
@@ -44,8 +48,8 @@ def test_one_remote_host_is_forced() -> None:
 @pytest.mark.parametrize("name", ["a b", "x;touch${IFS}f", "$(id)", "a`id`", "a&b", "é"])
 def test_remote_arguments_cannot_reach_a_shell(name: str) -> None:
     with pytest.raises(CommandError, match="pdsh does not quote"):
-        stage_command("m", Path("/runs") / name, REMOTE, port=1)
-    stage_command("m", Path("/runs") / name, LOCAL, port=1)  # no shell on this machine
+        stage_command("m", Path("/runs") / name, REMOTE, port=1, rank_logs=LOGS)
+    stage_command("m", Path("/runs") / name, LOCAL, port=1, rank_logs=LOGS)  # no shell on this machine
 
 
 def test_environment_of_a_cpu_machine() -> None:

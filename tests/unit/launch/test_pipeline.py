@@ -26,7 +26,7 @@ LR = {stage: yaml.safe_load((RECIPE / f"{stage}.yaml").read_text())["optim"]["lr
 
 @pytest.fixture(autouse=True)
 def fake_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fake_command(module: str, config_path: Path, placement: Any, *, port: int) -> list[str]:
+    def fake_command(module: str, config_path: Path, placement: Any, *, port: int, rank_logs: Path) -> list[str]:
         return [sys.executable, str(FAKE_STAGE), "--config", str(config_path)]
 
     monkeypatch.setattr(command, "stage_command", fake_command)
@@ -47,7 +47,7 @@ def summary(options: RunOptions) -> dict[str, Any]:
 
 def logs(options: RunOptions) -> list[str]:
     assert options.out is not None
-    return sorted(path.name for path in (options.out / "logs").iterdir())
+    return sorted(path.name for path in (options.out / "logs").glob("*.log"))
 
 
 def replace(options: RunOptions, **changes: Any) -> RunOptions:
@@ -229,7 +229,7 @@ def test_signal_ends_the_stage(tmp_path: Path, signum: signal.Signals) -> None:
     script = (
         "import sys; from pathlib import Path; from launch import command, pipeline\n"
         "from launch.plan import RunOptions\n"
-        f"command.stage_command = lambda m, c, p, *, port: [sys.executable, {str(FAKE_STAGE)!r}, '--config', str(c)]\n"
+        f"command.stage_command = lambda m, c, p, **kwargs: [sys.executable, {str(FAKE_STAGE)!r}, '--config', str(c)]\n"
         f"sys.exit(pipeline.run(RunOptions(recipe='tiny_cpu', out=Path({str(tmp_path / 'run')!r}))))\n"
     )
     environment = {**os.environ, "FAKE_STAGE": "step1_sft:hang", "DS_ACCELERATOR": "cpu"}

@@ -26,7 +26,7 @@ def gpus(tmp_path: Path) -> Path:
 
 
 def here(flags: PlacementFlags, devices: Path, **environment: str):  # noqa: ANN201
-    return place(flags, needs_hostfile=False, default_num_gpus=2, environment=environment, devices=devices)
+    return place(flags, deployment="any", default_num_gpus=2, environment=environment, devices=devices)
 
 
 def test_local_default(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_contradictions(tmp_path: Path, flags: dict, message: str) -> None:
 
 def test_f2_multi_node_without_hostfile() -> None:
     with pytest.raises(PlacementError, match="multi_node, but no --hostfile"):
-        place(PlacementFlags(), needs_hostfile=True, default_num_gpus=8, environment={})
+        place(PlacementFlags(), deployment="multi_node", default_num_gpus=8, environment={})
 
 
 def test_hostfile(hostfile: Path, tmp_path: Path) -> None:

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from launch import preflight
-from launch.inputs import changes, stage_inputs
+from launch.inputs import RESUMED_AS_IS, RESUMED_WITHOUT_OPTIMISER, changes, stage_inputs
 from launch.plan import Plan, PlanError, RunOptions
 from launch.recipe import FOLDERS, Stage
-from launch.record import has_state, read_record, read_result
+from launch.record import has_state, made_steps, read_record, read_result
 from rlhf import artifacts
 
 
@@ -24,7 +24,14 @@ class Decision:
 
 
 def decide(
-    stage: Stage, run_dir: Path, *, resume: bool, force: bool, remade: Sequence[str] = (), contents: bool = True
+    stage: Stage,
+    run_dir: Path,
+    *,
+    resume: bool,
+    force: bool,
+    weights_only: bool = False,
+    remade: Sequence[str] = (),
+    contents: bool = True,
 ) -> Decision:
     """Whether a stage is skipped, run from the start, or continued.
 
@@ -33,11 +40,12 @@ def decide(
         run_dir: folder of the run.
         resume: continue an unfinished stage from its saved state.
         force: run it anew in any case.
+        weights_only: continue from the weights of its state alone.
         remade: stages of this call that run before it, so that what it reads will be new.
         contents: verify a finished model's contents, not only its names and sizes.
 
     Raises:
-        PlanError: a finished model is damaged, or a state belongs to other inputs.
+        PlanError: a finished model is damaged, a state belongs to other inputs, or what was done cannot be resumed.
     """
     inputs = stage_inputs(stage)
     if force:
@@ -45,13 +53,12 @@ def decide(
     record = read_record(run_dir).get(stage.folder)
     result = read_result(stage.out_dir)
     if result is None and not has_state(stage.out_dir):
-        return Decision("run", "not finished before" if record else "first time", inputs)
+        return _without_state(stage, inputs, resume=resume, started=record is not None)
     if record is None:
         return Decision("run", "what lies there was not made by this launcher", inputs)
-    waiting = [FOLDERS[parent] for parent in stage.parents if parent in remade]
-    changed = [f"{folder} is made anew" for folder in waiting] or changes(record["inputs"], inputs)
+    waiting = [f"{FOLDERS[parent]} is made anew" for parent in stage.parents if parent in remade]
     if result is not None:
-        if changed:
+        if changed := waiting or changes(record["inputs"], inputs):
             return Decision("run", f"its inputs changed: {'; '.join(changed)}", inputs)
         try:
             artifacts.verify(stage.model_dir, contents=contents)
@@ -62,12 +69,27 @@ def decide(
         return Decision("skip", "finished, inputs unchanged", inputs)
     if not resume:
         return Decision("run", "unfinished; its saved state is set aside (--resume would continue it)", inputs)
-    if changed:
+    # How a step runs may change; the stage itself knows whether the state can be brought into that form.
+    free = RESUMED_WITHOUT_OPTIMISER if weights_only else RESUMED_AS_IS
+    if changed := waiting or changes(record["inputs"], inputs, free=free):
         raise PlanError(
             f"--resume: {stage.folder} has a saved state of other inputs: {'; '.join(changed)}. Restore them, or "
             "start the stage over with --force."
         )
-    return Decision("resume", "continues from its saved state", inputs)
+    what = "the weights of its saved state" if weights_only else "its saved state"
+    return Decision("resume", f"continues from {what}", inputs)
+
+
+def _without_state(stage: Stage, inputs: dict[str, Any], *, resume: bool, started: bool) -> Decision:
+    """An unfinished stage begins, unless that would lose steps that were asked to be continued."""
+    if resume and made_steps(stage.out_dir):
+        raise PlanError(
+            f"--resume: {stage.folder} had begun its steps, but {stage.out_dir} holds no complete state: nothing to "
+            "resume. Leave --resume out to start the stage over; run.save_every or run.save_minutes writes states."
+        )
+    return Decision(
+        "run", ("ended before its first step" if resume else "not finished before") if started else "first time", inputs
+    )
 
 
 def decide_all(
@@ -76,11 +98,20 @@ def decide_all(
     """Decisions of all stages, and what stands against them."""
     decisions: dict[str, Decision] = {}
     problems = []
+    if options.resume and not read_record(plan.run_dir):
+        text = f"--resume: {plan.run_dir} holds no run: nothing to resume. Leave --resume out to start one."
+        problems.append(preflight.Problem(text, here=True))
     for stage in plan.stages:
         remade = [name for name, decision in decisions.items() if decision.action != "skip"]
         try:
             decisions[stage.name] = decide(
-                stage, plan.run_dir, resume=options.resume, force=options.force, remade=remade, contents=contents
+                stage,
+                plan.run_dir,
+                resume=options.resume,
+                force=options.force,
+                weights_only=options.resume_weights_only,
+                remade=remade,
+                contents=contents,
             )
         except (PlanError, artifacts.ArtifactError) as error:
             problems.append(preflight.Problem(str(error), here=True))

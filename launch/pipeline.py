@@ -19,6 +19,7 @@ from launch.placement import PlacementFlags
 from launch.plan import Plan, PlanError, RunOptions, choose_port, config_path, make_plan, rank_folder
 from launch.record import next_attempt, run_lock
 from launch.runner import Runner
+from launch.stopping import SoftStop
 from rlhf import ds_config
 from rlhf.config import to_dict
 
@@ -26,7 +27,8 @@ EXIT_USAGE = 2
 
 
 def run(options: RunOptions) -> int:
-    """Run a recipe; returns the exit code: 0 when every stage is done, 2 for problems found before the start."""
+    """Run a recipe; returns the exit code: 0 when every stage is done, 75 if it
+    was asked to stop and has saved its state, 2 for problems found before the start."""
     console = make_console()
     try:
         plan = make_plan(options)
@@ -35,7 +37,9 @@ def run(options: RunOptions) -> int:
             return 0
         plan.run_dir.mkdir(parents=True, exist_ok=True)
         with run_lock(plan.run_dir) as lock, process.catch_signals() as interrupt:
-            return Runner(plan, options, console, interrupt, lock).run()
+            soft_stop = SoftStop(interrupt)
+            with soft_stop.listening():
+                return Runner(plan, options, console, soft_stop, lock).run()
     except PlanError as error:
         lines = str(error).splitlines()
         console.print(Text(f"rlhf run: nothing was started. {len(lines)} problem{'s' if len(lines) > 1 else ''}:"))

@@ -22,6 +22,7 @@ class RunOptions:
     out: Path | None = None
     placement: PlacementFlags = PlacementFlags()
     resume: bool = False
+    resume_weights_only: bool = False
     restarts: int = 0
     """Starts of a stage after it has failed."""
     restart_delay: float = 10.0

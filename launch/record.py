@@ -9,8 +9,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from launch.display import read_progress
 from launch.plan import Plan, PlanError
 from launch.recipe import FOLDERS, Stage
+from rlhf import states
 
 SUMMARY_SCHEMA = 1
 
@@ -74,9 +76,14 @@ def read_record(run_dir: Path) -> dict[str, Any]:
 
 
 def has_state(out_dir: Path) -> bool:
-    """Whether a stage left something to resume from."""
-    state = out_dir / "state"
-    return state.is_dir() and any(state.iterdir())
+    """Whether a stage left a complete state to resume from."""
+    return bool(states.complete(states.states_of(out_dir)))
+
+
+def made_steps(out_dir: Path) -> bool:
+    """Whether a stage had begun its steps, so that starting it over would lose some."""
+    progress = read_progress(out_dir / "progress.json", not_before=0)
+    return bool(progress.get("step")) or progress.get("phase") == "train"
 
 
 def next_attempt(run_dir: Path, stage: Stage) -> int:

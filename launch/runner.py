@@ -13,7 +13,7 @@ from rich.text import Text
 
 from launch import command, preflight, process
 from launch.decide import Decision, decide_all
-from launch.display import StageProgress, closing_table
+from launch.display import StageProgress, closing_table, read_progress
 from launch.failure import Failure, explain
 from launch.inputs import stage_inputs
 from launch.plan import Plan, PlanError, RunOptions, choose_port, config_path, rank_folder
@@ -21,18 +21,18 @@ from launch.ranks import Ranks
 from launch.recipe import Stage
 from launch.record import build_summary, has_state, next_attempt, read_record, read_result, set_aside
 from launch.restart import GiveUpError, Restarts, check_fewer_ranks, without
+from launch.stopping import SoftStop
 from rlhf import artifacts
 from rlhf.config import save_config
+from rlhf.stopping import EXIT_STOPPED
 
 
 class Runner:
     """One call of `rlhf run` on a locked run folder."""
 
-    def __init__(
-        self, plan: Plan, options: RunOptions, console: Console, interrupt: process.Interrupt, lock: int
-    ) -> None:
+    def __init__(self, plan: Plan, options: RunOptions, console: Console, soft_stop: SoftStop, lock: int) -> None:
         self.plan, self.options, self.console = plan, options, console
-        self.interrupt, self.lock = interrupt, lock
+        self.soft_stop, self.interrupt, self.lock = soft_stop, soft_stop.interrupt, lock
         self.placement = plan.placement
         self.outcomes: dict[str, dict[str, Any]] = {}
 
@@ -50,6 +50,10 @@ class Runner:
                 continue
             if self.interrupt.signum is not None:
                 return self._stopped(stage, self.interrupt.signum)
+            if self.soft_stop.signum is not None:
+                self._say(f"stopped on request before {stage.folder}; the same command with --resume goes on there.")
+                self._summarise()
+                return EXIT_STOPPED
             code = self._run_stage(stage, decision)
             if code:
                 return code
@@ -77,9 +81,11 @@ class Runner:
     def _run_stage(self, stage: Stage, decision: Decision) -> int:
         """Run a stage, again where --restarts allows it; returns the exit code."""
         resumes, reason = decision.action == "resume", decision.reason
+        weights_only = resumes and self.options.resume_weights_only
         restarts = Restarts(most=self.options.restarts, delay_seconds=self.options.restart_delay)
         while True:
-            code, failure = self._attempt(stage, resumes=resumes, reason=reason)
+            code, failure = self._attempt(stage, resumes=resumes, weights_only=weights_only, reason=reason)
+            weights_only = False
             if failure is None:
                 return code
             try:
@@ -109,12 +115,13 @@ class Runner:
         check_fewer_ranks(stage, self.placement)
         self._say(f"--elastic: {', '.join(lost)} does not answer; going on with {self.placement}")
 
-    def _attempt(self, stage: Stage, *, resumes: bool, reason: str) -> tuple[int, Failure | None]:
+    def _attempt(self, stage: Stage, *, resumes: bool, weights_only: bool, reason: str) -> tuple[int, Failure | None]:
         """Start a stage once and watch it; returns an exit code, and what is to be said if it failed."""
         run_dir, attempt = self.plan.run_dir, next_attempt(self.plan.run_dir, stage)
         if not resumes:
             set_aside(run_dir, stage)
-        config = dataclasses.replace(stage.config, run=dataclasses.replace(stage.config.run, resume=resumes))
+        run_config = dataclasses.replace(stage.config.run, resume=resumes, resume_weights_only=weights_only)
+        config = dataclasses.replace(stage.config, run=run_config)
         path = config_path(run_dir, stage)
         path.parent.mkdir(parents=True, exist_ok=True)
         save_config(config, path)
@@ -131,13 +138,22 @@ class Runner:
         record["inputs"] = inputs
         self._note(stage, record)
         started = time.monotonic()
-        with StageProgress(self.console, stage.folder, stage.out_dir / "progress.json") as progress:
+        began = time.time()
+
+        def tick() -> None:
+            progress.tick()
+            self.soft_stop.tick()
+
+        with (
+            StageProgress(self.console, stage.folder, stage.out_dir / "progress.json") as progress,
+            self.soft_stop.stage(stage.out_dir, not_before=began),
+        ):
             outcome = process.run_watched(
                 argv,
                 environment=self._environment(ranks.variables),
                 log_path=log_path,
                 interrupt=self.interrupt,
-                on_tick=progress.tick,
+                on_tick=tick,
                 ranks=ranks,
                 ends_remote_ranks=self.placement.is_remote,
                 keep_open=(self.lock,),
@@ -148,6 +164,9 @@ class Runner:
             self._note(stage, {**record, "status": "interrupted", "wall_seconds": seconds})
             self.outcomes[stage.folder] = {"status": "interrupted", "seconds": seconds}
             return self._stopped(stage, outcome.interrupted_by), None
+        if read_progress(stage.out_dir / "progress.json", not_before=began).get("phase") == "stopped":
+            self._note(stage, {**record, "status": "stopped", "wall_seconds": seconds})
+            return self._saved(stage, seconds), None
         if outcome.returncode == 0 and result is not None and outcome.num_leftover == 0:
             self._note(stage, {**record, "status": "done", "wall_seconds": seconds})
             self.outcomes.pop(stage.folder, None)
@@ -193,6 +212,13 @@ class Runner:
             self._say(f"{stage.folder}: {why}")
         hint = " --resume continues from the saved state." if has_state(stage.out_dir) else ""
         self._say(f"Finished stages are kept; the same command goes on at {stage.folder}.{hint}")
+
+    def _saved(self, stage: Stage, seconds: float) -> int:
+        """The stage was asked to stop, by this launcher or by a signal of its own, and has saved its state."""
+        self.outcomes[stage.folder] = {"status": "stopped", "seconds": seconds}
+        self._say(f"{stage.folder}: stopped on request, state saved; the same command with --resume goes on.")
+        self._summarise()
+        return EXIT_STOPPED
 
     def _stopped(self, stage: Stage, signum: int) -> int:
         hint = "; add --resume to go on from its saved state" if has_state(stage.out_dir) else ""

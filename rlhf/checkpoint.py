@@ -137,8 +137,9 @@ class Checkpoints:
         request = StopRequest(self.run.folder)
         with request.listening():
             self._last_save = time.monotonic()
-            if self.saves_regularly and self.run.first_step == 0:
-                self.save(0)
+            first = self.run.first_step
+            if self.saves_regularly and (first == 0 or self.run.config.resume_weights_only):
+                self.save(first)
             for step, batch in self.run.steps(batches):
                 yield step, batch
                 self._after(step, request)
@@ -281,7 +282,7 @@ class Checkpoints:
                 engine.load_state(state, name)
                 continue
             logger.warning(
-                "%s was saved on %d ranks with ZeRO-%d, this run has %d with ZeRO-%d: it goes on equal but for rounding",
+                "%s was saved on %d ranks with ZeRO-%d, this run has %d with ZeRO-%d: it goes on, equal to rounding",
                 name, size, layout["zero_stage"], distributed.world_size(), engine.zero_stage,
             )  # fmt: skip
             self._load_converted(state, record, name, convert)

@@ -8,8 +8,9 @@ from pathlib import Path
 _RUN_EPILOG = """\
 Any key of a stage's config can be set with --sft.KEY, --reward.KEY or --ppo.KEY, for example --sft.optim.lr 1e-3.
 
-exit code: 0 every stage is done; 2 a problem was found before anything was started; 130 or 143 stopped by Ctrl-C or
-SIGTERM; else the failed stage's exit code (128 + n when signal n ended it)."""
+exit code: 0 every stage is done; 75 stopped on request (SIGTERM, SIGUSR1) with the state saved, --resume goes on; 2 a
+problem was found before anything was started; 130 or 143 stopped by Ctrl-C or SIGTERM without that; else the failed
+stage's exit code (128 + n when signal n ended it)."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -81,7 +82,10 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--master_port", type=int, metavar="PORT", help="port of rank 0 (default: a free one)")
     group = parser.add_argument_group("again")
-    group.add_argument("--resume", action="store_true", help="continue an unfinished stage from its saved state")
+    group.add_argument(
+        "--resume", nargs="?", const="all", choices=("all", "weights"),
+        help="continue an unfinished stage from its newest intact state; `weights`: without its optimiser",
+    )  # fmt: skip
     group.add_argument("--restarts", type=int, default=0, metavar="N", help="start a failed stage again (default: 0)")
     group.add_argument(
         "--restart-delay", type=float, default=10.0, metavar="S", help="wait before the first; doubles (default: 10)"
@@ -127,7 +131,8 @@ def _run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
                 master_addr=arguments.master_addr,
                 master_port=arguments.master_port,
             ),
-            resume=arguments.resume,
+            resume=arguments.resume is not None,
+            resume_weights_only=arguments.resume == "weights",
             restarts=arguments.restarts,
             restart_delay=arguments.restart_delay,
             elastic=arguments.elastic,

@@ -41,6 +41,7 @@ class StateWriter:
             return
         if self._thread is None:
             self._write(Path(path), lambda file: torch.save(state_dict, file))
+            heartbeat.tick()
             return
         copy = io.BytesIO()
         torch.save(state_dict, copy)
@@ -122,7 +123,6 @@ class _Hashing(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         self.file.write(data)
-        heartbeat.tick()
         self.digest.update(data)
         self.num_bytes += len(data)
         return len(data)

@@ -17,7 +17,6 @@ import deepspeed
 import torch
 from deepspeed.checkpoint import ds_to_universal
 from deepspeed.utils import zero_to_fp32
-
 from torch import Tensor
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -113,7 +113,7 @@ def load_job(folder: str, pairs: list[tuple[str, str]], dtype: str = "fp32", **c
 def test_e20_another_number_of_ranks_and_another_zero_stage(
     ranks: Ranks, tmp_path: Path, sizes: tuple[int, int], dtype: str
 ) -> None:
-    """E20: 2 -> 1 and 1 -> 2 ranks, within and across stages: losses, norms and rates of the next steps, to rounding."""
+    """E20: 2 -> 1 and 1 -> 2 ranks, within and across stages: losses, norms, rates of the next steps, to rounding."""
     folder, names = str(tmp_path), [f"cpu_zero{stage}" for stage in range(4)]
     expected = ranks(save_job, world_size=sizes[0], folder=folder, names=names, dtype=dtype)[0]
     found = ranks(load_job, world_size=sizes[1], folder=folder, pairs=RESHAPES, dtype=dtype, timeout=120)[0]

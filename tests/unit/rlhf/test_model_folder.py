@@ -136,7 +136,5 @@ def test_finish_sees_a_complete_folder_under_its_temporary_name(
         (folder / "manifest.json").write_text("{}")
 
     model = tiny("llama")
-    save_model_folder(
-        model, model.state_dict(), tokenizer, tmp_path / "model", stop_token_id=2, finish=finish
-    )
+    save_model_folder(model, model.state_dict(), tokenizer, tmp_path / "model", stop_token_id=2, finish=finish)
     assert (tmp_path / "model" / "manifest.json").read_text() == "{}"

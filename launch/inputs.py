@@ -18,7 +18,7 @@ _NO_EFFECT = {
 }  # fmt: skip
 """Keys that change where a stage writes or reads, not what comes out; data is compared by content."""
 RESUMED_AS_IS = ("config.deepspeed", "deepspeed.", "config.run.watchdog.")
-"""Starts of keys that may change under a state: another ZeRO stage, micro-batch size or offload is the same training."""
+"""Starts of keys that may change under a state: another ZeRO stage or micro-batch size is the same training."""
 RESUMED_WITHOUT_OPTIMISER = (
     *RESUMED_AS_IS, "config.optim.", "config.actor_optim.", "config.critic_optim.", "config.max_steps", "config.epochs",
 )  # fmt: skip

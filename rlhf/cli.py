@@ -17,9 +17,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a sub-command; returns the exit code."""
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
-    if rest and arguments.command != "run":
+    if rest and arguments.command not in ("run", "chaos"):
         parser.error(f"unknown arguments: {' '.join(rest)}. See rlhf {arguments.command} --help.")
-    commands = {"run": _run, "check": _check, "report": _report, "convert": _convert, "data": _data, "bench": _bench}
+    commands = {"run": _run, "check": _check, "report": _report, "convert": _convert, "data": _data, "bench": _bench,
+                "chaos": _chaos}  # fmt: skip
     try:
         return commands[arguments.command](arguments, rest)
     except BrokenPipeError:  # the reader, for example `head`, has seen enough
@@ -54,6 +55,9 @@ def _parser() -> argparse.ArgumentParser:
         "peers", help="beside other trainers and engines, on the same model and rows", allow_abbrev=False
     )
     _add_bench_peers(peers)
+    _add_chaos(commands.add_parser(
+        "chaos", help="kill a pipeline at random moments, resume it, compare", allow_abbrev=False
+    ))  # fmt: skip
     data = commands.add_parser("data", help="look at the data of a stage", allow_abbrev=False)
     show = data.add_subparsers(dest="data_command", required=True, metavar="COMMAND").add_parser(
         "show", help="print rows as the stage sees them, with masks", allow_abbrev=False
@@ -93,6 +97,20 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--elastic", action="store_true", help="restart without hosts that no longer answer")
     group.add_argument("--force", action="store_true", help="run finished stages again")
     group.add_argument("--dry-run", action="store_true", help="print configs and commands; write and start nothing")
+
+
+def _add_chaos(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--recipe", required=True, metavar="NAME|PATH", help="a recipe for CPUs")
+    parser.add_argument("--kills", type=int, default=20, metavar="N", help="default: 20")
+    parser.add_argument("--stages", nargs="+", choices=("sft", "reward", "ppo"), default=["sft", "reward", "ppo"],
+                        help="stages in which processes are killed (default: all)")  # fmt: skip
+    parser.add_argument("--zero", nargs="+", type=int, default=[0, 2, 3], metavar="N", help="default: 0 2 3")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the moments (default: 0)")
+    parser.add_argument("--save-every", type=int, default=2, metavar="N", help="run.save_every (default: 2)")
+    parser.add_argument("--num_gpus", type=int, metavar="N", help="ranks")
+    parser.add_argument("--quick", action="store_true", help="a few steps a stage")
+    parser.add_argument("--work", type=Path, default=Path("runs/chaos"), metavar="DIR", help="default: runs/chaos")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="page whose section the table replaces")
 
 
 def _add_bench_peers(parser: argparse.ArgumentParser) -> None:
@@ -190,6 +208,26 @@ def _bench(arguments: argparse.Namespace, _rest: Sequence[str]) -> int:
     from rlhf.bench.command import main as bench_peers
 
     return bench_peers(arguments)
+
+
+def _chaos(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
+    from launch.chaos import ChaosOptions, main
+
+    return main(
+        ChaosOptions(
+            recipe=arguments.recipe,
+            kills=arguments.kills,
+            stages=tuple(arguments.stages),
+            zero=tuple(arguments.zero),
+            seed=arguments.seed,
+            work=arguments.work,
+            save_every=arguments.save_every,
+            num_gpus=arguments.num_gpus,
+            quick=arguments.quick,
+            write=arguments.write,
+            overrides=tuple(rest),
+        )
+    )
 
 
 def _data(arguments: argparse.Namespace, _rest: Sequence[str]) -> int:

@@ -33,6 +33,7 @@ LAYERS = (
         "artifacts",
         "host",
         "stopping",
+        "sections",
         "procfs",
         "heartbeat",
         "watchdog",

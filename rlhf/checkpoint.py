@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from rlhf import artifacts, distributed, heartbeat, states
-from rlhf.artifacts import Contract
+from rlhf.artifacts import Contract, FileEntry
 from rlhf.config import RunConfig
 from rlhf.engine import TrainEngine
 from rlhf.metrics import lookup
@@ -211,7 +211,7 @@ class Checkpoints:
         part, target = states.part_of(self.folder, pending.step), states.path_of(self.folder, pending.step)
         with _writing(self.folder, pending.step):
             pending.writer.wait()
-        files = _read_back(part, pending.writer.entries)
+        files = _read_back(self.folder, pending.step, pending.writer.entries)
         with _writing(self.folder, pending.step):
             if distributed.is_main():
                 entries = {name: vars(entry) for name, entry in sorted(files.items())}
@@ -408,26 +408,25 @@ def _inspect(state: Path) -> tuple[dict[str, Any] | None, str]:
     return (None, "; ".join(faults)) if faults else (record, "")
 
 
-def _read_back(part: Path, written: Mapping[str, artifacts.FileEntry]) -> dict[str, artifacts.FileEntry]:
+def _read_back(folder: Path, step: int, written: Mapping[str, FileEntry]) -> dict[str, FileEntry]:
     """Every file of a part with its hash; those of the writers compared with what left memory. Collective.
 
     Raises:
         StateError: on all ranks, the disk holds something else.
     """
-    known: dict[str, artifacts.FileEntry] = {}
+    part = states.part_of(folder, step)
+    known: dict[str, FileEntry] = {}
     for entries in distributed.all_gather_objects(dict(written)):
         known.update(entries)
-    names = [path.relative_to(part).as_posix() for path in part.rglob("*") if path.is_file()]
-    names = distributed.broadcast_object(names)
+    names = distributed.broadcast_object([p.relative_to(part).as_posix() for p in part.rglob("*") if p.is_file()])
     mine = states.share_of(names, rank=distributed.rank(), world_size=distributed.world_size())
-    with distributed.together(f"reading {part} back"):
-        found = {name: artifacts.entry_of(part / name) for name in mine}
-        for name, entry in found.items():
-            if known.get(name, entry) != entry:
-                raise StateError(f"{part / name} is not what was written. Check the disk.")
-        missing = sorted(known.keys() - set(names))
-        if missing:
-            raise StateError(f"{part / missing[0]} is not there after it was written. Check the disk.")
+    found: dict[str, FileEntry] = {}
+    with _writing(folder, step):
+        found.update({name: artifacts.entry_of(part / name) for name in mine})
+        wrong = [name for name, entry in found.items() if known.get(name, entry) != entry]
+        wrong += sorted(known.keys() - set(names))
+        if wrong:
+            raise StateError(f"{part / wrong[0]} is not what was written. Check the disk.")
     return {name: entry for share in distributed.all_gather_objects(found) for name, entry in share.items()}
 
 

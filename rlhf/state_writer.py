@@ -8,6 +8,7 @@ meant. An error is kept until `wait`, because DeepSpeed's ranks wait for one ano
 import hashlib
 import io
 import os
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -47,19 +48,21 @@ class StateWriter:
         torch.save(state_dict, copy)
         self._writing.append(self._thread.submit(self._write, Path(path), lambda file: file.write(copy.getbuffer())))
 
-    def _write(self, path: Path, write: Any) -> None:
+    def _write(self, path: Path, write: Callable[[BinaryIO], Any]) -> None:
+        hashing = None
         try:
             with path.open("wb") as raw:
-                file = _Hashing(raw)
-                write(file)
+                hashing = _Hashing(raw)
+                write(hashing)  # type: ignore[arg-type]
                 raw.flush()
                 os.fsync(raw.fileno())
-            name = path.relative_to(self.root).as_posix()
-            self.entries[name] = FileEntry(bytes=file.num_bytes, sha256=file.digest.hexdigest())
         except OSError as error:
             self._error = error
-        except RuntimeError as error:  # torch's zip writer, after its file could not be written
-            self._error = error.__cause__ if isinstance(error.__cause__, OSError) else OSError(str(error))
+        except RuntimeError as error:  # torch's writer finds its file incomplete and says nothing of the reason
+            self._error = hashing.error if hashing is not None and hashing.error is not None else OSError(str(error))
+        else:
+            name = path.relative_to(self.root).as_posix()
+            self.entries[name] = FileEntry(bytes=hashing.num_bytes, sha256=hashing.digest.hexdigest())
 
     @property
     def is_busy(self) -> bool:
@@ -117,12 +120,17 @@ class _Hashing(io.RawIOBase):
         self.file = file
         self.digest = hashlib.sha256()
         self.num_bytes = 0
+        self.error: OSError | None = None
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: Any) -> int:
-        self.file.write(data)
+        try:
+            self.file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
         self.digest.update(data)
         self.num_bytes += len(data)
         return len(data)

@@ -141,7 +141,7 @@ def _check(options: ChaosOptions) -> None:
         raise ValueError(f"--zero takes stages 0 to 3, got {', '.join(map(str, options.zero))}.")
     if options.work.exists():
         raise ValueError(f"--work {options.work} exists. Remove it, or name another folder.")
-    plan = make_plan(_run_options(options, options.work, ()))
+    plan = make_plan(_run_options(options, options.work, options.overrides))
     for stage in plan.stages:
         for role, name in stage.ds_configs().items():
             if not name.startswith("cpu_"):

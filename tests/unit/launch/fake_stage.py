@@ -2,8 +2,9 @@
 
     python fake_stage.py --config resolved.yaml
 
-FAKE_STAGE holds what goes wrong, `<stage>:<what>` separated by commas: `exit3`, `kill`, `hang`, `state` (leaves a saved
-state, then exits 1), `silent` (exits 0 without a result).
+FAKE_STAGE holds what goes wrong, `<stage>:<what>` separated by commas: `exit3`, `kill`, `hang` (while it starts),
+`state` (leaves a saved state, then exits 1), `steps` (fails in its steps without one), `patient` (waits in its steps
+until it is asked to stop, then saves), `silent` (exits 0 without a result).
 """
 
 import json
@@ -31,7 +32,8 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     started = out / "starts.txt"
     started.write_text((started.read_text() if started.exists() else "") + f"resume={config['run']['resume']}\n")
-    (out / "progress.json").write_text(json.dumps({"step": 1, "num_steps": 2, "loss": 0.5, "phase": "train"}))
+    phase = "start" if fault in ("hang", "exit3", "kill") else "train"
+    (out / "progress.json").write_text(json.dumps({"step": 0, "num_steps": 2, "loss": 0.5, "phase": phase}))
     if fault == "exit3":
         raise SystemExit(3)
     if fault == "kill":
@@ -39,9 +41,16 @@ def main() -> None:
     if fault == "hang":
         (out / "pid").write_text(str(os.getpid()))
         time.sleep(60)
-    if fault == "state":
-        (out / "state").mkdir(exist_ok=True)
-        (out / "state" / "step1").write_text("x")
+    if fault == "patient":
+        (out / "pid").write_text(str(os.getpid()))
+        while not (out / "stop_request").exists():
+            time.sleep(0.05)
+        (out / "progress.json").write_text(json.dumps({"step": 1, "num_steps": 2, "phase": "stopped"}))
+    if fault in ("state", "patient"):
+        (out / "state" / "step_00000001").mkdir(parents=True, exist_ok=True)
+        (out / "state" / "step_00000001" / "state.json").write_text("{}")
+        raise SystemExit(75 if fault == "patient" else 1)
+    if fault == "steps":
         raise SystemExit(1)
     if fault == "silent":
         return

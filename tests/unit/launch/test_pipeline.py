@@ -167,6 +167,42 @@ def test_resume_with_other_inputs_is_refused(
     assert f"saved state of other inputs: optim.lr {LR['sft']} -> 0.5" in capsys.readouterr().out
 
 
+def test_resume_on_another_zero_stage_is_left_to_the_stage(
+    options: RunOptions, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The optimiser is not: unless only the weights are taken."""
+    assert options.out is not None
+    starts = options.out / "step1_sft" / "starts.txt"
+    monkeypatch.setenv("FAKE_STAGE", "step1_sft:state")
+    assert run(options) == 1
+    assert run(replace(options, resume=True, overrides=("--sft.deepspeed=cpu_zero2",))) == 1
+    assert starts.read_text().splitlines()[-1] == "resume=True"
+    lr = ("--sft.optim.lr=0.5",)
+    assert run(replace(options, resume=True, overrides=lr)) == 2
+    assert run(replace(options, resume=True, resume_weights_only=True, overrides=lr)) == 1
+    assert "continues from the weights of its saved state" in capsys.readouterr().out
+    config = yaml.safe_load((options.out / "configs" / "step1_sft.yaml").read_text())
+    assert config["run"]["resume"] and config["run"]["resume_weights_only"]
+
+
+def test_resume_that_finds_nothing_is_refused(
+    options: RunOptions, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither an empty folder nor steps that were made and not saved are started over unasked."""
+    assert run(replace(options, resume=True)) == 2
+    assert "holds no run: nothing to resume. Leave --resume out to start one." in capsys.readouterr().out
+    monkeypatch.setenv("FAKE_STAGE", "step2_reward:steps")
+    assert run(options) == 1
+    assert run(replace(options, resume=True)) == 2
+    assert "step2_reward had begun its steps, but" in capsys.readouterr().out
+    assert logs(options)[-1] == "step2_reward.1.log"
+    monkeypatch.setenv("FAKE_STAGE", "step2_reward:exit3")  # in its start: nothing is lost
+    assert run(options) == 3
+    monkeypatch.delenv("FAKE_STAGE")
+    assert run(replace(options, resume=True)) == 0
+    assert "step2_reward: ended before its first step" in capsys.readouterr().out
+
+
 def test_f9_truncated_model_is_not_accepted(options: RunOptions, capsys: pytest.CaptureFixture[str]) -> None:
     """F9: step 3 does not take a model file that merely exists."""
     assert options.out is not None
@@ -223,16 +259,25 @@ def test_dry_run_writes_nothing(options: RunOptions, capsys: pytest.CaptureFixtu
     assert f"lr: {LR['sft']}" in out and '"stage": 3' in out and out.count("\n$ ") == 3
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_signal_ends_the_stage(tmp_path: Path, signum: signal.Signals) -> None:
-    """Ctrl-C and SIGTERM to `rlhf run` leave no process behind, and the exit code says so."""
+@pytest.mark.parametrize(
+    ("fault", "signum", "code", "words"),
+    [
+        ("hang", signal.SIGINT, 130, "stopped by SIGINT in step1_sft"),
+        ("hang", signal.SIGTERM, 143, "stopped by SIGTERM in step1_sft"),
+        ("patient", signal.SIGINT, 130, "stopped by SIGINT in step1_sft"),
+        ("patient", signal.SIGTERM, 75, "step1_sft: stopped on request, state saved"),
+        ("patient", signal.SIGUSR1, 75, "step1_sft: stopped on request, state saved"),
+    ],
+)
+def test_signal_ends_the_stage(tmp_path: Path, fault: str, signum: signal.Signals, code: int, words: str) -> None:
+    """No process is left, and the exit code says how; a stage in its steps is asked to save where the signal allows."""
     script = (
         "import sys; from pathlib import Path; from launch import command, pipeline\n"
         "from launch.plan import RunOptions\n"
         f"command.stage_command = lambda m, c, p, **kwargs: [sys.executable, {str(FAKE_STAGE)!r}, '--config', str(c)]\n"
         f"sys.exit(pipeline.run(RunOptions(recipe='tiny_cpu', out=Path({str(tmp_path / 'run')!r}))))\n"
     )
-    environment = {**os.environ, "FAKE_STAGE": "step1_sft:hang", "DS_ACCELERATOR": "cpu"}
+    environment = {**os.environ, "FAKE_STAGE": f"step1_sft:{fault}", "DS_ACCELERATOR": "cpu"}
     launcher = subprocess.Popen([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True)
     pid_file = tmp_path / "run" / "step1_sft" / "pid"
     deadline = time.monotonic() + 20
@@ -241,8 +286,10 @@ def test_signal_ends_the_stage(tmp_path: Path, signum: signal.Signals) -> None:
     pid = int(pid_file.read_text())
     launcher.send_signal(signum)
     out, _ = launcher.communicate(timeout=20)
-    assert launcher.returncode == 128 + signum
-    assert f"stopped by {signum.name} in step1_sft" in out
+    assert launcher.returncode == code
+    assert words in out
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["stages"]["step1_sft"]["status"] == "interrupted"
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["stages"]["step1_sft"]["status"] == (
+        "stopped" if code == 75 else "interrupted"
+    )

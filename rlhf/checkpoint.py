@@ -76,6 +76,17 @@ class ResumableRun(Protocol):
         """Close the records; a later attempt goes on."""
 
 
+class Language(Protocol):
+    """How text becomes tokens: `rlhf.stage.Language`."""
+
+    @property
+    def contract(self) -> Contract:
+        """What has to be the same."""
+
+    def save(self, folder: Path) -> None:
+        """Write the tokenizer with its template."""
+
+
 @dataclass
 class _Pending:
     """A state that is being written."""
@@ -95,7 +106,7 @@ class Checkpoints:
         engines: Mapping[str, TrainEngine],
         parts: Mapping[str, Stateful],
         *,
-        contract: Contract,
+        language: Language,
     ) -> None:
         """Nothing is read or written yet.
 
@@ -103,13 +114,13 @@ class Checkpoints:
             run: of the stage.
             engines: trained models by name.
             parts: everything else that has a position or a value.
-            contract: how text becomes tokens.
+            language: of the models; saved once beside the states.
 
         Raises:
             ValueError: run.keep_best is no metric.
         """
         self.run, self.engines, self.parts = run, engines, parts
-        self.contract = contract
+        self.language = language
         self.folder = states.states_of(run.folder)
         self._pending: _Pending | None = None
         self._last_save = time.monotonic()
@@ -162,7 +173,7 @@ class Checkpoints:
             if main:
                 request.path.unlink(missing_ok=True)
             self.run.stop()
-            distributed.shutdown()
+            distributed.barrier()
             raise SystemExit(EXIT_STOPPED)
 
     @heartbeat.during("save")
@@ -179,6 +190,9 @@ class Checkpoints:
             if distributed.is_main():
                 states.discard_parts(self.folder)
                 (part / "ranks").mkdir(parents=True)
+                if not (self.folder / states.TOKENIZER).is_dir():
+                    with artifacts.staged_folder(self.folder / states.TOKENIZER) as folder:
+                        self.language.save(folder)
         writer = StateWriter(part, beside=self.run.config.save_async)
         for name, engine in self.engines.items():
             engine.save_state(part, name, writer)
@@ -190,7 +204,7 @@ class Checkpoints:
             "world_size": distributed.world_size(),
             "engines": {name: engine.layout() for name, engine in self.engines.items()},
             "fits": self._fits(),
-            "contract": dataclasses.asdict(self.contract),
+            "contract": dataclasses.asdict(self.language.contract),
             "run": self.run.state_dict(step),
             "parts": {name: part.state_dict() for name, part in self.parts.items()},
         })  # fmt: skip
@@ -254,7 +268,7 @@ class Checkpoints:
             "stage": self.run.stage,
             "seed": self.run.config.seed,
             "steps of the run": self.run.num_steps,
-            **{name.replace("_", " "): value for name, value in dataclasses.asdict(self.contract).items()},
+            **{name.replace("_", " "): value for name, value in dataclasses.asdict(self.language.contract).items()},
         }
         for name, engine in self.engines.items():
             found.update({f"{name}.{key}": value for key, value in engine.describe().items()})

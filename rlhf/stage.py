@@ -45,6 +45,11 @@ class Language:
             stop_token_id=self.template.stop_token_id,
         )
 
+    def save(self, folder: Path) -> None:
+        """Write the tokenizer, with the template as its own."""
+        self.tokenizer.chat_template = self.template.jinja
+        self.tokenizer.save_pretrained(folder)
+
 
 def load_language(data: DataConfig, tokenizer: TokenizerConfig, model: ModelConfig, *, stage: Stage) -> Language:
     """Load the tokenizer, or train it on the stage's texts, and resolve the template for it. Collective.

@@ -21,6 +21,7 @@ from rlhf.artifacts import FileEntry, hash_file, write_json
 
 STATE = "state"
 RECORD = "state.json"
+TOKENIZER = "tokenizer"
 SCHEMA = 2
 
 

@@ -69,7 +69,7 @@ def train(cfg: SFTConfig) -> None:
     check_length_fits(model.config, cfg.data.max_prompt_tokens + cfg.data.max_response_tokens)
     policy = TrainEngine(Policy(model), ds=ds, optim=cfg.optim, role="policy", num_steps=len(loader))
     evaluate = make_evaluation(cfg, policy, language, batching, run)
-    checkpoints = Checkpoints(run, {"policy": policy}, {"loader": loader}, contract=language.contract)
+    checkpoints = Checkpoints(run, {"policy": policy}, {"loader": loader}, language=language)
     checkpoints.resume()
     before = run.once("before", lambda: evaluate(0, answers=False))
 

@@ -72,7 +72,7 @@ def train(cfg: RewardConfig) -> None:
         model = build_reward_model(cfg.model, language.tokenizer, seed=cfg.run.seed)
     check_length_fits(model.config, cfg.data.max_prompt_tokens + cfg.data.max_response_tokens)
     reward = TrainEngine(ScalarModel(model), ds=ds, optim=cfg.optim, role="reward", num_steps=len(loader))
-    checkpoints = Checkpoints(run, {"reward": reward}, {"loader": loader}, contract=language.contract)
+    checkpoints = Checkpoints(run, {"reward": reward}, {"loader": loader}, language=language)
     checkpoints.resume()
 
     def evaluate(step: int) -> dict[str, float]:

@@ -71,7 +71,7 @@ def train(cfg: PPOConfig) -> None:
     kl_coef, scale = KLCoefficient(cfg.kl), RunningScale()
     engines = {"actor": roles.actor, "critic": roles.critic}
     parts: dict[str, Stateful] = {"loader": loader, "kl_coef": kl_coef, "scale": scale}
-    checkpoints = Checkpoints(run, engines, parts, contract=language.contract)
+    checkpoints = Checkpoints(run, engines, parts, language=language)
     checkpoints.resume()
     voice = make_voice(cfg, language, roles)
     if voice.vllm is None:

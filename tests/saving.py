@@ -11,6 +11,15 @@ from rlhf.config import RunConfig
 CONTRACT = Contract(tokenizer="t", template_name="plain", template_fingerprint="f", stop_token_id=2)
 
 
+class NoLanguage:
+    """A tokenizer that is one empty file."""
+
+    contract = CONTRACT
+
+    def save(self, folder: Path) -> None:
+        (folder / "tokenizer.json").touch()
+
+
 class Counter:
     """A part of a run with a value."""
 
@@ -57,7 +66,7 @@ class TinyRun:
 
 
 def checkpoints(run: TinyRun, engines: Mapping[str, Any], **parts: Any) -> Checkpoints:
-    return Checkpoints(run, engines, parts, contract=CONTRACT)
+    return Checkpoints(run, engines, parts, language=NoLanguage())
 
 
 def save(folder: Path | str, engines: Mapping[str, Any], *, step: int, **config: Any) -> Path:

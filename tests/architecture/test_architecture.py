@@ -42,7 +42,7 @@ LAYERS = (
     ("data.sources", "rules", "ds_config", "distributed", "ops", "report_plots", "report", "states", "state_writer"),
     ("metrics", "models", "data", "clock", "rng", "run_folder", "universal"),
     ("engine", "run", "rollout", "checkpoint", "model_folder"),
-    ("stage", "bench"),
+    ("stage", "bench", "from_state"),
     ("show", "cli"),
 )
 # Beside every module whose docstring says "No torch".

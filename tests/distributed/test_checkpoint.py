@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from rlhf import distributed, engine
 from rlhf.engine import TrainEngine
 from rlhf.model_folder import save_model_folder
-from rlhf.states import StateError
+from rlhf.states import StateError, read_record
+from rlhf.universal import weights_of
 from tests.distributed.harness import Ranks
 from tests.distributed.tiny import EOS, VOCAB, engine_of, steps_of_rows, tiny_opt, train_step
 from tests.saving import Counter, TinyRun, checkpoints, resume, save
@@ -49,6 +50,7 @@ def resume_job(folder: str) -> list[tuple[str, bool, bool]]:
         part = Counter(7)
         written = checkpoints(TinyRun(where, save_async=bf16), {"policy": first}, part=part)
         written.save(2)
+        saved_state = first.full_state_dict()
         part.value = 8  # training goes on while an asynchronous state is on its way
         expected, expected_state = trained_losses(first, steps[2:]), first.full_state_dict()
         written.wait()
@@ -59,8 +61,18 @@ def resume_job(folder: str) -> list[tuple[str, bool, bool]]:
         assert part.value == 7 and second.step_count == 2
         found, found_state = trained_losses(second, steps[2:]), second.full_state_dict()
         same = expected_state is None or all(torch.equal(expected_state[k], found_state[k]) for k in expected_state)
+        same = same and (saved_state is None or read_alone(where / "state" / "step_00000002", saved_state))
         seen.append((case, found == expected, same))
     return seen
+
+
+def read_alone(state: Path, expected: dict[str, torch.Tensor]) -> bool:
+    """Whether one rank reads the trained weights out of all ranks' files, by whole names and shapes."""
+    layout = read_record(state)["engines"]["policy"]
+    found = weights_of(state / "policy", layout)
+    return found.keys() <= expected.keys() and all(
+        torch.equal(weight.to(expected[name].dtype), expected[name]) for name, weight in found.items()
+    )
 
 
 def test_resume_is_bit_exact_at_every_stage(ranks: Ranks, tmp_path: Path) -> None:

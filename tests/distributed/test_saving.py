@@ -18,7 +18,7 @@ from tests.saving import Counter, TinyRun, checkpoints, resume, save
 
 
 def saved(folder: Path | str) -> list[str]:
-    return sorted(path.name for path in (Path(folder) / "state").iterdir())
+    return sorted(path.name for path in (Path(folder) / "state").iterdir() if path.name != "tokenizer")
 
 
 def cadence_job(folder: str) -> dict[str, Any]:
@@ -49,7 +49,6 @@ def cadence_job(folder: str) -> dict[str, Any]:
     train("async", save_every=1, keep_states=2, save_async=True)
     train("best", save_every=1, keep_states=1, keep_best="eval/loss", eval_every=1)
     train("minutes", save_minutes=1e-9 if distributed.is_main() else 1e9, keep_states=9)
-    shutdown, distributed.shutdown = distributed.shutdown, lambda: None  # the group serves the next case too
     train("file", at_step_2=lambda run: (run.folder / "stop_request").touch() if distributed.is_main() else None)
     for signum in (signal.SIGUSR1, signal.SIGTERM):
 
@@ -58,7 +57,6 @@ def cadence_job(folder: str) -> dict[str, Any]:
                 os.kill(os.getpid(), signum)
 
         train(signal.Signals(signum).name, at_step_2=send)
-    distributed.shutdown = shutdown
     seen["request"] = (Path(folder) / "file" / "stop_request").exists()
     return seen
 

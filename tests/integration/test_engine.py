@@ -162,7 +162,7 @@ def test_save_rotate_and_resume_a_run(tmp_path: Path) -> None:
         step = trained.step_count
         checkpoints(TinyRun(tmp_path), {"policy": trained}, part=Counter(10 * step)).save(step)
     names = sorted(path.name for path in (tmp_path / "state").iterdir())
-    assert names == ["step_00000002", "step_00000003"], "keep_states 2, nothing half-written"
+    assert names == ["step_00000002", "step_00000003", "tokenizer"], "keep_states 2, nothing half-written"
 
     run, part = TinyRun(tmp_path, resume=True), Counter()
     second = engine_of(tiny_opt(seed=4), "cpu_zero2")

@@ -315,7 +315,7 @@ def _disk_problems(to_run: Sequence[Stage], stages: Sequence[Stage], run_dir: Pa
     wanted = _SPARE_BYTES
     for stage in to_run:
         parameters = sum(_num_parameters(_origin(stage, key, stages)) for key in stage.models() if key != "reward")
-        states = stage.config.run.keep_states + 1 if stage.config.run.save_every else 0
+        states = _num_states(stage.config.run)
         # A model folder in fp32 is 4 bytes a parameter; a state holds fp32 weights and both AdamW moments.
         wanted += parameters * (4 + 12 * states)
     free = free_bytes(run_dir)

@@ -1,6 +1,5 @@
 """Whether a failed stage is started again, when, and on which hosts. No torch."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -72,26 +71,13 @@ def check_fewer_ranks(stage: Stage, placement: Placement) -> None:
     """Check that a stage can go on with the ranks that are left.
 
     Raises:
-        GiveUpError: a batch has fewer rows than there are ranks, or its saved state needs the ranks it was saved on.
+        GiveUpError: a batch has fewer rows than there are ranks. A saved state goes on with any number of them.
     """
     config = to_dict(stage.config)
     key = "global_batch_size" if "global_batch_size" in config else "rollout.prompts_per_step"
     rows = config.get(key) or config["rollout"]["prompts_per_step"]
     if rows < placement.world_size:
         raise GiveUpError(f"--elastic: {key}={rows} does not divide over {placement.world_size} ranks.")
-    for path in sorted((stage.out_dir / "state").glob("step_*/state.json"))[-1:]:
-        try:
-            record = json.loads(path.read_text(encoding="utf-8"))
-            saved, stages = int(record["world_size"]), dict(record["zero_stages"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise GiveUpError(f"--elastic: {path} cannot be read ({error}).") from None
-        sharded = [name for name, zero_stage in stages.items() if zero_stage > 0]
-        if saved != placement.world_size and sharded:
-            raise GiveUpError(
-                f"--elastic: {path.parent} was saved on {saved} ranks, {placement.world_size} are left, and "
-                f"{', '.join(sharded)} is sharded over the ranks (ZeRO {stages[sharded[0]]}). Bring the host back, or "
-                "use ZeRO 0."
-            )
 
 
 def _spec(hosts: Sequence[Host]) -> str:

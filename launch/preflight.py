@@ -18,7 +18,7 @@ from launch.inputs import free_bytes, is_hub_name, model_folders, model_shape, s
 from launch.placement import Placement, accelerator_visible, count_devices, port_is_free
 from launch.recipe import FOLDERS, Recipe, Stage
 from rlhf import artifacts, ds_config
-from rlhf.config import DataConfig, ModelConfig, OptimConfig
+from rlhf.config import DataConfig, ModelConfig, OptimConfig, RunConfig
 from rlhf.rules import RULES
 from step3_ppo.config import PPOConfig
 
@@ -325,6 +325,12 @@ def _disk_problems(to_run: Sequence[Stage], stages: Sequence[Stage], run_dir: Pa
             "room, pass another --out, or lower run.keep_states.",
             here=True,
         )
+
+
+def _num_states(run: RunConfig) -> int:
+    """States that lie on the disk at once: those that are kept, and one that is being written."""
+    regular = run.save_every > 0 or run.save_minutes > 0
+    return run.keep_states + (run.keep_best is not None) + 1 if regular else 0
 
 
 def _num_parameters(shape: Mapping[str, Any]) -> int:

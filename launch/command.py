@@ -121,8 +121,8 @@ def remote_variables(
     for name, value in carried.items():
         if _EXPANDED_IN_QUOTES.search(value):
             raise CommandError(
-                f"{places.get(name, '')}environment variable {name} holds a quote, $, `, \\, ! or line break, which the "
-                "remote shells would expand. Set it on the machines themselves, or take it out here."
+                f"{places.get(name, '')}environment variable {name} holds a quote, $, `, \\, ! or line break, which "
+                "the remote shells would expand. Set it on the machines themselves, or take it out here."
             )
     return carried
 

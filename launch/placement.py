@@ -81,13 +81,7 @@ def place(
     Raises:
         PlacementError, HostfileError: a contradiction, with the repair.
     """
-    if flags.num_gpus is not None and flags.num_gpus < 1:
-        raise PlacementError(f"--num_gpus must be >= 1, got {flags.num_gpus}.")
-    if flags.num_gpus is not None and (flags.include or flags.exclude):
-        flag = "--include" if flags.include else "--exclude"
-        raise PlacementError(f"--num_gpus {flags.num_gpus} and {flag} exclude each other. Give one of them.")
-    if flags.master_port is not None and not 1 <= flags.master_port <= 65535:
-        raise PlacementError(f"--master_port must be in [1, 65535], got {flags.master_port}.")
+    _check_flags(flags)
     if flags.hostfile is None:
         if deployment == "multi_node":
             raise PlacementError(
@@ -119,6 +113,17 @@ def place(
         master_addr=flags.master_addr,
         master_port=flags.master_port,
     )
+
+
+def _check_flags(flags: PlacementFlags) -> None:
+    """Flags that are wrong by themselves."""
+    if flags.num_gpus is not None and flags.num_gpus < 1:
+        raise PlacementError(f"--num_gpus must be >= 1, got {flags.num_gpus}.")
+    if flags.num_gpus is not None and (flags.include or flags.exclude):
+        flag = "--include" if flags.include else "--exclude"
+        raise PlacementError(f"--num_gpus {flags.num_gpus} and {flag} exclude each other. Give one of them.")
+    if flags.master_port is not None and not 1 <= flags.master_port <= 65535:
+        raise PlacementError(f"--master_port must be in [1, 65535], got {flags.master_port}.")
 
 
 def _check_deployment(deployment: str, listed: Sequence[Host], hosts: Sequence[Host], hostfile: Path) -> None:

@@ -4,7 +4,8 @@
 
 FAKE_STAGE holds what goes wrong, `<stage>:<what>` separated by commas: `exit3`, `kill`, `hang` (while it starts),
 `state` (leaves a saved state, then exits 1), `steps` (fails in its steps without one), `patient` (waits in its steps
-until it is asked to stop, then saves), `silent` (exits 0 without a result).
+until it is asked to stop, then saves), `silent` (exits 0 without a result),
+`advance` (gets two steps further each time, up to 6).
 """
 
 import json
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import yaml
 
-from rlhf import artifacts
+from rlhf import artifacts, heartbeat
 
 SAVED = {"step1_sft": "policy", "step2_reward": "reward", "step3_ppo": "policy"}
 
@@ -54,6 +55,14 @@ def main() -> None:
         raise SystemExit(1)
     if fault == "silent":
         return
+    if fault == "advance":
+        step = 2 * len(started.read_text().splitlines())
+        folder = Path(os.environ["RLHF_WATCH_DIR"])
+        heartbeat.write_beat(folder, heartbeat.Beat(rank=0, world_size=2, host="h", pid=os.getpid(), step=step))
+        (out / "state").mkdir(exist_ok=True)
+        (out / "state" / f"step{step}").write_text("x")
+        if step < 6:
+            raise SystemExit(1)
     write_model(out / "model", stage, config["run"]["seed"])
     result = {"status": "done", "seconds": 1.5, "tokens_per_second": 100.0, "model_dir": "model"}
     metrics = {"eval_loss_before": 2.0, "eval_loss_after": 1.0, "stop_frac": 1.0, "gold_sft": 0.5, "gold_ppo": 0.75}

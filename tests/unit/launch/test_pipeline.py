@@ -92,7 +92,8 @@ def test_changed_input_runs_its_stage_and_what_follows(options: RunOptions, caps
 
 def test_cadence_of_logs_is_no_input(options: RunOptions, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(options) == 0
-    assert run(replace(options, overrides=("--sft.run.log_every=7", "--ppo.run.tensorboard=true"))) == 0
+    changed = ("--sft.run.log_every=7", "--ppo.run.tensorboard=true", "--ppo.run.watchdog.rollout_seconds=5")
+    assert run(replace(options, overrides=changed)) == 0
     assert capsys.readouterr().out.count("skipped") == 3
 
 
@@ -156,6 +157,45 @@ def test_without_resume_an_unfinished_stage_starts_over(options: RunOptions, mon
     assert run(options) == 0
     assert (options.out / "step1_sft" / "starts.txt").read_text() == "resume=False\n"
     assert (options.out / "previous" / "step1_sft.1" / "state").is_dir()
+
+
+def test_restarts_continue_from_the_saved_state(
+    options: RunOptions, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert options.out is not None
+    monkeypatch.setenv("FAKE_STAGE", "step2_reward:advance")
+    assert run(replace(options, restarts=5, restart_delay=0)) == 0
+    out = capsys.readouterr().out
+    assert out.count("step2_reward failed") == 2 and "restart 2 of 5 in 0 s" in out
+    assert (options.out / "step2_reward" / "starts.txt").read_text() == "resume=False\n" + 2 * "resume=True\n"
+    assert [e["status"] for e in summary(options)["stages"].values()] == ["done"] * 3
+    assert summary(options)["stages"]["step2_reward"]["attempt"] == 3
+
+
+def test_restarts_end_where_nothing_is_gained(
+    options: RunOptions, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FAKE_STAGE", "step1_sft:exit3")
+    assert run(replace(options, restarts=5, restart_delay=0)) == 3
+    out = capsys.readouterr().out
+    assert "no state was saved, so it starts over" in out
+    assert "failed at step 0, the time before at step 0, so nothing was gained" in out
+    assert logs(options) == ["step1_sft.1.log", "step1_sft.2.log"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"restarts": -1}, "--restarts must be >= 0"),
+        ({"restart_delay": -1.0}, "--restart-delay must be in"),
+        ({"elastic": True}, "--elastic leaves out lost hosts at a restart: it needs --restarts and --hostfile"),
+    ],
+)
+def test_flags_of_restarts(
+    options: RunOptions, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], message: str
+) -> None:
+    assert run(replace(options, **changes)) == 2
+    assert message in capsys.readouterr().out
 
 
 def test_resume_with_other_inputs_is_refused(

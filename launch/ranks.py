@@ -6,9 +6,10 @@ front, to the attempt's log: one file holds all, and the last lines of one rank 
 
 import contextlib
 import os
+import re
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rlhf import heartbeat, procfs
@@ -19,6 +20,7 @@ from rlhf.watchdog import LAUNCHER_PROCESS, STACKS_SIGNAL, process_name
 _LOOK_SECONDS = 1.0
 _READ_BYTES = 1 << 20
 _TAIL_BYTES = 1 << 16
+_INNERMOST = 3
 
 
 class Ranks:
@@ -70,26 +72,26 @@ class Ranks:
         return {rank: heartbeat.read_beat(self.folder, rank) for rank in range(self.world_size)}
 
     def collect_stacks(self, processes: Mapping[int, int], *, patience_seconds: float = 8.0) -> None:
-        """Tell all ranks that the run is stuck, and wait until they have written their stacks.
+        """Make all ranks write their stacks and end.
+
+        The rank that is behind comes first: as soon as another one ends, deepspeed ends the rest.
 
         Args:
-            processes: number of each rank's process, for those on this machine. One that does not answer gets a
-                signal, and is woken if it was stopped.
-            patience_seconds: how long to wait, once without and once with the signal.
+            processes: number of each rank's process, for those on this machine.
+            patience_seconds: how long to wait for all ranks.
         """
         assert self.stuck is not None
+        behind = processes.get(self.stuck.rank)
+        if behind is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(behind, STACKS_SIGNAL)
+                os.kill(behind, signal.SIGCONT)  # it may have been stopped
+            self._await_stacks([self.stuck.rank], patience_seconds / 4)
         with contextlib.suppress(OSError):
             self.stuck = heartbeat.write_stuck(self.folder, self.stuck)
-        self._await_stacks(set(range(self.world_size)), patience_seconds)
-        silent = {rank: pid for rank, pid in processes.items() if not self._has_stacks(rank)}
-        for pid in silent.values():
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, STACKS_SIGNAL)
-                os.kill(pid, signal.SIGCONT)
-        if silent:
-            self._await_stacks(set(silent), patience_seconds / 2)
+        self._await_stacks(range(self.world_size), patience_seconds)
 
-    def _await_stacks(self, ranks: set[int], seconds: float) -> None:
+    def _await_stacks(self, ranks: Sequence[int], seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and not all(self._has_stacks(rank) for rank in ranks):
             time.sleep(0.1)
@@ -132,13 +134,15 @@ class Ranks:
         return tail.decode("utf-8", "replace").rstrip().splitlines()[-count:]
 
     def main_stack(self, rank: int, count: int) -> list[str]:
-        """Innermost calls of a rank's main thread as it was dumped; empty if it was not."""
+        """Where a rank's main thread was when it was first dumped: the innermost calls and this code's; or nothing."""
         try:
             text = heartbeat.stacks_path(self.folder, rank).read_text(encoding="utf-8", errors="replace")
         except OSError:
             return []
-        # The thread that the process began with comes last.
-        return text.rstrip().rpartition("hread 0x")[2].splitlines()[1 : count + 1]
+        blocks = re.findall(r"hread (0x\w+)[^\n]*\n((?:  [^\n]*\n?)+)", text)
+        # The thread that the process began with is the last of a dump.
+        frames = next((lines.splitlines() for thread, lines in blocks if thread == blocks[-1][0]), [])
+        return [line for i, line in enumerate(frames) if i < _INNERMOST or "site-packages" not in line][:count]
 
     def out_of_memory_kills(self) -> int | None:
         """Processes of this machine that the kernel has ended for lack of memory during the attempt."""

@@ -9,8 +9,8 @@ _RUN_EPILOG = """\
 Any key of a stage's config can be set with --sft.KEY, --reward.KEY or --ppo.KEY, for example --sft.optim.lr 1e-3.
 
 exit code: 0 every stage is done; 75 stopped on request (SIGTERM, SIGUSR1) with the state saved, --resume goes on; 2 a
-problem was found before anything was started; 130 or 143 stopped by Ctrl-C or SIGTERM without that; else the failed
-stage's exit code (128 + n when signal n ended it)."""
+problem was found before anything was started; 130 or 143 stopped by Ctrl-C or SIGTERM without that; 76 the run was
+stuck; else the failed stage's exit code (128 + n when signal n ended it)."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

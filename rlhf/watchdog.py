@@ -136,7 +136,9 @@ class _Watchdog:
     def _run(self) -> None:
         while not self._stopping.wait(_BEAT_SECONDS):
             if self.config.silent_seconds > 0:
-                faulthandler.dump_traceback_later(self.config.silent_seconds, exit=True, file=self._stacks)
+                # Later than the launcher's limit: a stopped process that it wakes has to write its stacks first.
+                limit = self.config.silent_seconds + _HEAD_START_SECONDS
+                faulthandler.dump_traceback_later(limit, exit=True, file=self._stacks)
             with contextlib.suppress(OSError):  # a disk that is away for a while is no reason to end
                 self._write()
             self._look_at_launcher()
@@ -185,6 +187,7 @@ class _Watchdog:
         if stuck is not None:
             with contextlib.suppress(OSError, ValueError):
                 faulthandler.dump_traceback(file=self._stacks, all_threads=True)
+            time.sleep(2 * _BEAT_SECONDS)  # when the first rank has ended, deepspeed ends the others: let them dump too
             self._exit(f"the run is stuck: {stuck.text}", EXIT_STUCK)
 
     def _judge(self, own: heartbeat.Beat) -> heartbeat.Stuck | None:

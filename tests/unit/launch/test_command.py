@@ -73,11 +73,13 @@ def test_what_the_user_set_wins() -> None:
 def test_remote_variables(tmp_path: Path) -> None:
     """DeepSpeed carries few variables by itself, and its file reader crashes on a blank line or a comment."""
     file = tmp_path / ".deepspeed_env"
-    file.write_text("# cluster\n\nNCCL_DEBUG=WARN\nPATHS = /a:/b\n")
+    file.write_text("# cluster\n\nNCCL_DEBUG=WARN\nPATHS = /a:/b\nOPTIONS=-x a=1 b = 2\nEMPTY=\n")
     environment = {"NCCL_SOCKET_IFNAME": "eth0", "HF_HOME": "/hf", "HOME": "/root", "MINE": "2", "DS_ENV_FILE": "/x"}
     assert remote_variables(environment, {"MINE": "1"}, [file]) == {
         "NCCL_DEBUG": "WARN",
         "PATHS": "/a:/b",
+        "OPTIONS": "-x a=1 b = 2",
+        "EMPTY": "",
         "NCCL_SOCKET_IFNAME": "eth0",
         "HF_HOME": "/hf",
         "MINE": "2",
@@ -89,6 +91,33 @@ def test_remote_values_cannot_reach_a_shell(value: str) -> None:
     with pytest.raises(CommandError, match="HF_TOKEN holds") as caught:
         remote_variables({"HF_TOKEN": value}, {}, [])
     assert value not in str(caught.value).replace("a quote, $, `, \\, !", "")  # it may be a token
+
+
+def test_blanks_and_equals_signs_reach_the_remote_shell_whole(tmp_path: Path) -> None:
+    """What DeepSpeed's pdsh command makes of the file, read by a shell."""
+    import subprocess
+    from types import SimpleNamespace
+
+    from deepspeed.launcher.multinode_runner import PDSHRunner  # noqa: TID251  what is tested is that it takes ours
+
+    values = {"OPTIONS": "-x a=1 b = 2", "GLOB": "*", "HOME_OF": "~/x", "HASH": "a # b", "SEMI": "a; b", "EMPTY": ""}
+    runner = PDSHRunner(SimpleNamespace(user_script="", user_args=[]), "")
+    for name, value in remote_variables(values, dict.fromkeys(values, ""), []).items():
+        runner.add_export(name, value)
+    script = "".join(f"export {name}={value}; " for name, value in runner.exports.items())
+    done = subprocess.run(["bash", "-c", f"{script} env -0"], capture_output=True, check=True, cwd=tmp_path)
+    seen = dict(line.split("=", 1) for line in done.stdout.decode().split("\0") if line)
+    assert {name: seen[name] for name in values} == values
+
+
+def test_a_value_of_a_variable_file_is_refused_with_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "env"
+    file.write_text('A=1\nB="x y"\n')
+    with pytest.raises(CommandError, match=r"env:2: environment variable B holds a quote"):
+        remote_variables({}, {}, [file])
+    file.write_bytes(b"A=\xff\n")
+    with pytest.raises(CommandError, match=r"env: cannot be read as text"):
+        remote_variables({}, {}, [file])
 
 
 def test_bad_line_of_a_variable_file(tmp_path: Path) -> None:

@@ -109,9 +109,17 @@ def test_the_main_thread_is_the_last_of_a_dump(ranks: Ranks) -> None:
         'Current thread 0x0001 (most recent call first):\n  File "w.py", line 1 in _run\n\n'
         'Thread 0x0002 (most recent call first):\n  File "a.py", line 5 in wait\n  File "b.py", line 6 in train\n'
     )
+    later = 'Thread 0x0002 (most recent call first):\n  File "c.py", line 7 in later\n'
+    with stacks_path(ranks.folder, 1).open("a") as file:
+        file.write(later)
     assert ranks.main_stack(1, 5) == ['  File "a.py", line 5 in wait', '  File "b.py", line 6 in train']
     assert ranks.main_stack(1, 1) == ['  File "a.py", line 5 in wait']
     assert ranks.main_stack(0, 5) == []
+    library = "".join(f'  File "/site-packages/x.py", line {i} in g\n' for i in range(9))
+    stacks_path(ranks.folder, 2).write_text(
+        f'Thread 0x2 (most recent call first):\n{library}  File "b.py", line 6 in f'
+    )
+    assert [line.split("line ")[1] for line in ranks.main_stack(2, 9)] == ["0 in g", "1 in g", "2 in g", "6 in f"]
 
 
 def failed(**values: object) -> Outcome:

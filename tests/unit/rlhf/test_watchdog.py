@@ -104,7 +104,7 @@ def test_a_rank_that_never_gives_the_interpreter_free(tmp_path: Path) -> None:
     )
     process.communicate(timeout=40)
     assert process.returncode == 1
-    assert "Timeout (0:00:05)!" in stacks_path(tmp_path, 1).read_text()
+    assert "Timeout (0:00:15)!" in stacks_path(tmp_path, 1).read_text()
 
 
 def test_the_end_of_rlhf_run_is_noticed(tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ from rlhf.heartbeat import Stuck
 
 _POLL_SECONDS = 0.1
 _SCAN_SECONDS = 1.0
+_HOST_LOOK_SECONDS = 5.0
+_HOST_GRACE_SECONDS = 20.0
 _NODE_LAUNCHER = b"deepspeed.launcher.launch"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PDSH_FAILURE = re.compile(r"^pdsh@\S+: (\S+): (?:ssh exited with exit code (\d+)|(.*))$", re.MULTILINE)
@@ -123,18 +125,22 @@ def run_watched(
         watch = _RankWatch(child.pid)
         stuck = interrupted_by = None
         try:
+            hosts = _HostWatch(log_path)
             while child.poll() is None and interrupt.signum is None and stuck is None:
                 watch.look()
+                if ends_remote_ranks and hosts.is_over():
+                    break
                 on_tick()
                 if ranks is not None:
                     ranks.look(write)
                     stuck = ranks.stuck
                 time.sleep(_POLL_SECONDS)
             interrupted_by = interrupt.signum if child.poll() is None else None
+            is_running = child.poll() is None
             if ranks is not None and stuck is not None:
                 ranks.collect_stacks(watch.processes)
                 stuck = ranks.stuck
-            if (interrupted_by is not None or stuck is not None) and ends_remote_ranks:
+            if is_running and ends_remote_ranks:
                 child.send_signal(signal.SIGTERM)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     child.wait(timeout=30)
@@ -245,6 +251,29 @@ class _RankWatch:
                 match = re.search(rb"(?:^|\0)RANK=(\d+)\0", procfs.read(pid, "environ"))
                 if match:
                     self._ranks[pid] = int(match.group(1))
+
+
+class _HostWatch:
+    """Whether a host has failed. pdsh says so, but waits for the others, whose ranks may wait for the failed one's."""
+
+    def __init__(self, log_path: Path) -> None:
+        self.log_path = log_path
+        self._last_look = time.monotonic()
+        self._offset = 0
+        self._failed_at: float | None = None
+
+    def is_over(self) -> bool:
+        """Whether a host failed a while ago, in which the others have not ended by themselves."""
+        now = time.monotonic()
+        if self._failed_at is None and now - self._last_look > _HOST_LOOK_SECONDS:
+            self._last_look = now
+            with self.log_path.open("rb") as log:
+                log.seek(self._offset)
+                lines = log.read().rpartition(b"\n")[0]
+            self._offset += len(lines)
+            if _PDSH_FAILURE.search(lines.decode("utf-8", "replace")):
+                self._failed_at = now
+        return self._failed_at is not None and now - self._failed_at > _HOST_GRACE_SECONDS
 
 
 def _is_clean_up(status: int) -> bool:

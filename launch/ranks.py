@@ -141,7 +141,7 @@ class Ranks:
             return []
         blocks = re.findall(r"hread (0x\w+)[^\n]*\n((?:  [^\n]*\n?)+)", text)
         # The thread that the process began with is the last of a dump.
-        frames = next((lines.splitlines() for thread, lines in blocks if thread == blocks[-1][0]), [])
+        frames: list[str] = next((lines.splitlines() for thread, lines in blocks if thread == blocks[-1][0]), [])
         return [line for i, line in enumerate(frames) if i < _INNERMOST or "site-packages" not in line][:count]
 
     def out_of_memory_kills(self) -> int | None:

@@ -1,4 +1,4 @@
-"""Ranks that hang, are stopped, or lose their launcher, under the real `deepspeed` launcher. Five launches.
+"""Ranks that hang, are stopped, or lose their launcher, under the real `deepspeed` launcher. Four launches, and a slow one.
 
 The program is a loop of collectives with the heartbeat of a stage; tests/pipeline/test_chaos.py does it to step 3.
 """
@@ -140,7 +140,7 @@ run_watched(command_of(folder, "nothing"), environment={**environment(folder), *
 """
 
 
-@pytest.mark.parametrize("victim", ["rlhf run", "deepspeed"])
+@pytest.mark.parametrize("victim", ["rlhf run", pytest.param("deepspeed", marks=pytest.mark.slow)])
 def test_nothing_goes_on_without_its_launcher(tmp_path: Path, victim: str) -> None:
     """SIGKILL to `rlhf run` or to deepspeed's front-end, which leave no chance to end the ranks."""
     runner = subprocess.Popen([sys.executable, "-c", RUNNER, str(tmp_path)], env=environment(tmp_path))

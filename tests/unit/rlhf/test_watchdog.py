@@ -97,14 +97,15 @@ def test_a_rank_that_never_gives_the_interpreter_free(tmp_path: Path) -> None:
         tmp_path,
         """
         import ctypes
+        watchdog._HEAD_START_SECONDS = -3  # of 5 seconds
         with watchdog.watched(WatchdogConfig(silent_seconds=5)):
-            time.sleep(1.5)
+            time.sleep(1.2)
             ctypes.PyDLL(None).sleep(60)  # keeps the lock, unlike ctypes.CDLL
         """,
     )
     process.communicate(timeout=40)
     assert process.returncode == 1
-    assert "Timeout (0:00:15)!" in stacks_path(tmp_path, 1).read_text()
+    assert "Timeout (0:00:02)!" in stacks_path(tmp_path, 1).read_text()
 
 
 def test_the_end_of_rlhf_run_is_noticed(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Ranks that hang, are stopped, or lose their launcher, under the real `deepspeed` launcher. Four launches, and a slow one.
+"""Ranks that hang, are stopped, or lose their launcher, under the real `deepspeed` launcher. Four launches; one is slow.
 
 The program is a loop of collectives with the heartbeat of a stage; tests/pipeline/test_chaos.py does it to step 3.
 """

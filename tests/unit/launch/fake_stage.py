@@ -17,7 +17,7 @@ from pathlib import Path
 
 import yaml
 
-from rlhf import artifacts, heartbeat
+from rlhf import artifacts, heartbeat, states
 
 SAVED = {"step1_sft": "policy", "step2_reward": "reward", "step3_ppo": "policy"}
 
@@ -48,8 +48,7 @@ def main() -> None:
             time.sleep(0.05)
         (out / "progress.json").write_text(json.dumps({"step": 1, "num_steps": 2, "phase": "stopped"}))
     if fault in ("state", "patient"):
-        (out / "state" / "step_00000001").mkdir(parents=True, exist_ok=True)
-        (out / "state" / "step_00000001" / "state.json").write_text("{}")
+        save_state(out, 1)
         raise SystemExit(75 if fault == "patient" else 1)
     if fault == "steps":
         raise SystemExit(1)
@@ -59,14 +58,20 @@ def main() -> None:
         step = 2 * len(started.read_text().splitlines())
         folder = Path(os.environ["RLHF_WATCH_DIR"])
         heartbeat.write_beat(folder, heartbeat.Beat(rank=0, world_size=2, host="h", pid=os.getpid(), step=step))
-        (out / "state").mkdir(exist_ok=True)
-        (out / "state" / f"step{step}").write_text("x")
+        save_state(out, step)
         if step < 6:
             raise SystemExit(1)
     write_model(out / "model", stage, config["run"]["seed"])
     result = {"status": "done", "seconds": 1.5, "tokens_per_second": 100.0, "model_dir": "model"}
     metrics = {"eval_loss_before": 2.0, "eval_loss_after": 1.0, "stop_frac": 1.0, "gold_sft": 0.5, "gold_ppo": 0.75}
     artifacts.write_json(out / "result.json", {**result, "metrics": metrics})
+
+
+def save_state(out: Path, step: int) -> None:
+    """As much of a state as the launcher looks at."""
+    folder = states.path_of(states.states_of(out), step)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / states.RECORD).write_text("{}")
 
 
 def write_model(folder: Path, stage: str, seed: int) -> None:

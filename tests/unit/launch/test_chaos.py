@@ -1,4 +1,4 @@
-"""The study's plan, comparison and table; the study itself: tests/pipeline/test_chaos.py."""
+"""The study's plan, comparison and table; the study itself: tests/pipeline/test_kill_study.py."""
 
 import dataclasses
 import json

@@ -1,6 +1,5 @@
 """When a failed stage is started again, and where."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -80,23 +79,9 @@ def stage(tmp_path: Path) -> Stage:
     return resolve_stages(load_recipe(path), path, tmp_path, stages=["ppo"])[0]
 
 
-def save_state(stage: Stage, *, world_size: int, zero: int) -> None:
-    folder = stage.out_dir / "state" / "step_00000003"
-    folder.mkdir(parents=True)
-    record = {"world_size": world_size, "zero_stages": {"actor": zero, "critic": 0}}
-    (folder / "state.json").write_text(json.dumps(record))
-
-
 def test_fewer_ranks(stage: Stage) -> None:
+    """A state goes on with any number of ranks, so only the rows count."""
     check_fewer_ranks(stage, THREE)
-    save_state(stage, world_size=6, zero=3)
-    check_fewer_ranks(stage, THREE)
-    with pytest.raises(GiveUpError, match=r"was saved on 6 ranks, 4 are left, and actor is sharded .*ZeRO 3"):
-        check_fewer_ranks(stage, without(THREE, ["node2.invalid"]))
-
-
-def test_fewer_ranks_without_shards(stage: Stage) -> None:
-    save_state(stage, world_size=6, zero=0)
     check_fewer_ranks(stage, without(THREE, ["node2.invalid"]))
 
 

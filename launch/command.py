@@ -12,7 +12,7 @@ What DeepSpeed 0.19's launcher does by itself and is kept from doing here:
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from launch.placement import Placement
@@ -33,9 +33,17 @@ class CommandError(ValueError):
 
 
 def stage_command(
-    module: str, config_path: Path, placement: Placement, *, port: int, python: str = sys.executable
+    module: str, config_path: Path, placement: Placement, *, port: int, rank_logs: Path, python: str = sys.executable
 ) -> list[str]:
     """Argument list that starts one stage; never a shell string.
+
+    Args:
+        module: of the stage's program.
+        config_path: its YAML.
+        placement: where ranks start.
+        port: of rank 0.
+        rank_logs: existing folder that gets a file with each rank's output.
+        python: interpreter of the launcher.
 
     Raises:
         CommandError: an argument holds characters that a remote shell would interpret.
@@ -52,6 +60,7 @@ def stage_command(
         argv.append("--force_multi")
     if placement.master_addr:
         argv += ["--master_addr", placement.master_addr]
+    argv += ["--enable_each_rank_log", str(rank_logs)]
     argv += ["--master_port", str(port), "--no_local_rank", "--module", module, "--config", str(config_path)]
     if placement.is_remote:
         for argument in argv:
@@ -100,25 +109,37 @@ def remote_variables(
             printed: they may be tokens.
     """
     carried: dict[str, str] = {}
+    places: dict[str, str] = {}
     for path in files:
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-            if not line.strip() or line.lstrip().startswith("#"):
-                continue
-            name, equals, value = line.partition("=")
-            if not equals or not _VARIABLE.fullmatch(name.strip()):
-                raise CommandError(f"{path}:{number}: is not NAME=value. Correct or delete the line.")
-            carried[name.strip()] = value.strip()
+        for number, name, value in _assignments(path):
+            carried[name], places[name] = value, f"{path}:{number}: "
     for name in sorted(environment):
         if name.startswith(CARRIED_PREFIXES) or name in recipe:
             carried[name] = environment[name]
+            places.pop(name, None)
     carried.pop("DS_ENV_FILE", None)
     for name, value in carried.items():
         if _EXPANDED_IN_QUOTES.search(value):
             raise CommandError(
-                f"environment variable {name} holds a quote, $, `, \\, ! or line break, which the remote shells would "
-                "expand. Set it on the machines themselves, or unset it here."
+                f"{places.get(name, '')}environment variable {name} holds a quote, $, `, \\, ! or line break, which "
+                "the remote shells would expand. Set it on the machines themselves, or take it out here."
             )
     return carried
+
+
+def _assignments(path: Path) -> Iterator[tuple[int, str, str]]:
+    """Line number, name and value of NAME=value lines; what follows the first `=` is the value, blanks inside kept."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CommandError(f"{path}: cannot be read as text ({error}). Repair or remove it.") from None
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        name, equals, value = line.partition("=")
+        if not equals or not _VARIABLE.fullmatch(name.strip()):
+            raise CommandError(f"{path}:{number}: is not NAME=value. Correct or delete the line.")
+        yield number, name.strip(), value.strip()
 
 
 def user_variable_files() -> list[Path]:

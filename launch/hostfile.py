@@ -7,7 +7,7 @@ name, and takes a missing file for "train on this machine alone". Here each of t
 import re
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 _NAME = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]*@)?(?:[A-Za-z0-9][A-Za-z0-9.-]*|\[?[0-9A-Fa-f:]+\]?)")
@@ -20,6 +20,8 @@ class Host:
 
     name: str
     slots: tuple[int, ...]
+    line: int = field(default=0, compare=False)
+    """Of the hostfile; 0: not from one."""
 
     def __str__(self) -> str:
         return f"{self.name} slots={len(self.slots)}"
@@ -36,6 +38,8 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
         HostfileError: all that is wrong with the file, one line each.
     """
     try:
+        if path.exists() and not path.is_file():  # reading a pipe would wait for ever
+            raise HostfileError(f"hostfile {path} is no file. Give a file with one `name slots=N` a line.")
         raw = path.read_bytes()
     except FileNotFoundError:
         raise HostfileError(
@@ -86,8 +90,30 @@ def _parse(raw: bytes, path: Path) -> tuple[list[Host], list[str]]:
             )
             continue
         lines_of[name] = number
-        hosts.append(Host(name, tuple(range(slots))))
-    return hosts, problems
+        hosts.append(Host(name, tuple(range(slots)), number))
+    return hosts, problems + (_loopback_problems(hosts, path) if len(hosts) > 1 else [])
+
+
+def _loopback_problems(hosts: Sequence[Host], path: Path) -> list[str]:
+    """Names that mean another machine on each machine, and two names of this one."""
+    problems = [
+        f"{path}:{host.line}: `{host.name}` means another machine on each of {len(hosts)} hosts. Write the name by "
+        "which the others reach it."
+        for host in hosts
+        if _is_loopback(host.name)
+    ]
+    here = [host for host in hosts if not _is_loopback(host.name) and is_local(host.name)]
+    problems += [
+        f"{path}:{host.line}: `{host.name}` is this machine, as is `{here[0].name}` in line {here[0].line}. Keep one "
+        "line per host and add the slots up."
+        for host in here[1:]
+    ]
+    return problems
+
+
+def _is_loopback(name: str) -> bool:
+    bare = name.rpartition("@")[2].strip("[]")
+    return bare == "localhost" or bare.startswith(("localhost.", "127.")) or bare == "::1"
 
 
 def _line_problem(words: Sequence[str]) -> str | None:
@@ -95,7 +121,7 @@ def _line_problem(words: Sequence[str]) -> str | None:
         return f"{words[0]!r} is not a host name. Write `name slots=N`."
     if len(words) == 1:
         return "has no slots. Write `name slots=N`."
-    match = re.fullmatch(r"slots=(\d+)", words[1])
+    match = re.fullmatch(r"slots=([0-9]+)", words[1])
     if not match:
         return f"{words[1]!r} is not of the form slots=N with a whole number N and no blanks around `=`."
     if int(match.group(1)) == 0:
@@ -124,7 +150,7 @@ def filter_hosts(hosts: Sequence[Host], *, include: str = "", exclude: str = "")
         chosen = named.get(host.name, ())
         slots = tuple(slot for slot in host.slots if (slot in chosen) == bool(include))
         if slots:
-            left.append(Host(host.name, slots))
+            left.append(replace(host, slots=slots))
     if not left:
         raise HostfileError(f"{flag} {text} leaves no slot of {', '.join(map(str, hosts))}. Leave at least one.")
     return tuple(left)

@@ -12,10 +12,17 @@ from rlhf import artifacts, ds_config
 from rlhf.config import ModelConfig, SourceConfig, to_dict
 
 _NO_EFFECT = {
-    "run.out_dir", "run.resume", "run.log_every", "run.save_every", "run.keep_states", "run.tensorboard",
-    "run.wandb_project", "data.root", "data.cache_dir",
+    "run.out_dir", "run.resume", "run.resume_weights_only", "run.log_every", "run.save_every", "run.save_minutes",
+    "run.save_async", "run.keep_states", "run.keep_best", "run.tensorboard", "run.wandb_project", "data.root",
+    "data.cache_dir",
 }  # fmt: skip
-"""Keys that change where a stage writes or reads, but not what comes out; data is compared by content."""
+"""Keys that change where a stage writes or reads, not what comes out; data is compared by content."""
+RESUMED_AS_IS = ("config.deepspeed", "deepspeed.", "config.run.watchdog.")
+"""Starts of keys that may change under a state: another ZeRO stage or micro-batch size is the same training."""
+RESUMED_WITHOUT_OPTIMISER = (
+    *RESUMED_AS_IS, "config.optim.", "config.actor_optim.", "config.critic_optim.", "config.max_steps", "config.epochs",
+)  # fmt: skip
+"""The same where only the weights are taken."""
 _HASHED_BYTES = 256 * 2**20
 """Files above this size are compared by size and time of change, not by content."""
 
@@ -27,7 +34,7 @@ def stage_inputs(stage: Stage) -> dict[str, Any]:
     """
     inputs: dict[str, Any] = {}
     for key, value in _flatten(to_dict(stage.config)):
-        if key not in _NO_EFFECT and key not in stage.feeds:
+        if key not in _NO_EFFECT and key not in stage.feeds and not key.startswith("run.watchdog."):
             inputs[f"config.{key}"] = value
     for role, name in stage.ds_configs().items():
         inputs[f"deepspeed.{role}"] = ds_config.load(name)
@@ -41,11 +48,11 @@ def stage_inputs(stage: Stage) -> dict[str, Any]:
     return json.loads(json.dumps(inputs))  # type: ignore[no-any-return]
 
 
-def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """What differs between two sets of inputs, in words."""
+def changes(old: Mapping[str, Any], new: Mapping[str, Any], *, free: tuple[str, ...] = ()) -> list[str]:
+    """What differs between two sets of inputs, in words; keys that start with one of `free` may differ."""
     found = []
     for key in sorted({*old, *new}):
-        if old.get(key) == new.get(key):
+        if old.get(key) == new.get(key) or key.startswith(free):
             continue
         if key.startswith("config."):
             found.append(f"{key.removeprefix('config.')} {_short(old.get(key))} -> {_short(new.get(key))}")

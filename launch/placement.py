@@ -2,8 +2,8 @@
 
 import re
 import socket
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launch.hostfile import Host, filter_hosts, is_local, read_hostfile
@@ -64,7 +64,7 @@ class PlacementFlags:
 def place(
     flags: PlacementFlags,
     *,
-    needs_hostfile: bool,
+    deployment: str,
     default_num_gpus: int,
     environment: Mapping[str, str],
     devices: Path = Path("/dev"),
@@ -73,7 +73,7 @@ def place(
 
     Args:
         flags: of the command line.
-        needs_hostfile: the recipe's deployment is multi_node.
+        deployment: of the recipe.
         default_num_gpus: ranks on this machine when no flag says otherwise.
         environment: of the launcher; CUDA_VISIBLE_DEVICES and DS_ACCELERATOR are read.
         devices: folder of device files.
@@ -81,21 +81,19 @@ def place(
     Raises:
         PlacementError, HostfileError: a contradiction, with the repair.
     """
-    if flags.num_gpus is not None and flags.num_gpus < 1:
-        raise PlacementError(f"--num_gpus must be >= 1, got {flags.num_gpus}.")
-    if flags.num_gpus is not None and (flags.include or flags.exclude):
-        flag = "--include" if flags.include else "--exclude"
-        raise PlacementError(f"--num_gpus {flags.num_gpus} and {flag} exclude each other. Give one of them.")
-    if flags.master_port is not None and not 1 <= flags.master_port <= 65535:
-        raise PlacementError(f"--master_port must be in [1, 65535], got {flags.master_port}.")
+    _check_flags(flags)
     if flags.hostfile is None:
-        if needs_hostfile:
+        if deployment == "multi_node":
             raise PlacementError(
                 "the recipe's deployment is multi_node, but no --hostfile is given. Pass one (launch/hostfiles has "
                 "examples), or take a single_node recipe."
             )
         return _place_here(flags, default_num_gpus=default_num_gpus, environment=environment, devices=devices)
-    hosts = filter_hosts(read_hostfile(flags.hostfile), include=flags.include, exclude=flags.exclude)
+    listed = read_hostfile(flags.hostfile)
+    hosts = filter_hosts(listed, include=flags.include, exclude=flags.exclude)
+    _check_deployment(deployment, listed, hosts, flags.hostfile)
+    if accelerator_visible(environment, devices):
+        _check_visible(hosts, environment)
     if flags.num_gpus is not None:
         for host in hosts:
             if flags.num_gpus > len(host.slots):
@@ -103,7 +101,7 @@ def place(
                     f"--num_gpus {flags.num_gpus} is above {host} of {flags.hostfile}. Lower it, or correct the "
                     "hostfile."
                 )
-        hosts = tuple(Host(host.name, host.slots[: flags.num_gpus]) for host in hosts)
+        hosts = tuple(replace(host, slots=host.slots[: flags.num_gpus]) for host in hosts)
     if len(hosts) == 1 and is_local(hosts[0].name):
         return _here(hosts[0].slots, whole=not (flags.include or flags.exclude), flags=flags)
     return Placement(
@@ -115,6 +113,43 @@ def place(
         master_addr=flags.master_addr,
         master_port=flags.master_port,
     )
+
+
+def _check_flags(flags: PlacementFlags) -> None:
+    """Flags that are wrong by themselves."""
+    if flags.num_gpus is not None and flags.num_gpus < 1:
+        raise PlacementError(f"--num_gpus must be >= 1, got {flags.num_gpus}.")
+    if flags.num_gpus is not None and (flags.include or flags.exclude):
+        flag = "--include" if flags.include else "--exclude"
+        raise PlacementError(f"--num_gpus {flags.num_gpus} and {flag} exclude each other. Give one of them.")
+    if flags.master_port is not None and not 1 <= flags.master_port <= 65535:
+        raise PlacementError(f"--master_port must be in [1, 65535], got {flags.master_port}.")
+
+
+def _check_deployment(deployment: str, listed: Sequence[Host], hosts: Sequence[Host], hostfile: Path) -> None:
+    """A hostfile and a recipe that disagree on the number of machines: one of them is the wrong one."""
+    if deployment == "single_node" and len(hosts) > 1:
+        raise PlacementError(
+            f"the recipe's deployment is single_node, but {hostfile} gives {len(hosts)} hosts. Keep one of them with "
+            "--include, or take a recipe for several machines."
+        )
+    if deployment == "multi_node" and len(listed) == 1:
+        raise PlacementError(
+            f"the recipe's deployment is multi_node, but {hostfile} names one host. Add the others, or take a "
+            "single_node recipe."
+        )
+
+
+def _check_visible(hosts: Sequence[Host], environment: Mapping[str, str]) -> None:
+    """deepspeed sets CUDA_VISIBLE_DEVICES to the slots on each host, whatever it was here."""
+    allowed = visible_devices(environment)
+    for host in hosts:
+        hidden = sorted(set(host.slots) - set(allowed if allowed is not None else host.slots))
+        if hidden:
+            raise PlacementError(
+                f"CUDA_VISIBLE_DEVICES={environment['CUDA_VISIBLE_DEVICES']} hides slots {hidden} of {host}. With a "
+                "hostfile the slots decide: unset the variable, or choose slots with --include."
+            )
 
 
 def _place_here(

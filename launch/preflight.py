@@ -18,7 +18,7 @@ from launch.inputs import free_bytes, is_hub_name, model_folders, model_shape, s
 from launch.placement import Placement, accelerator_visible, count_devices, port_is_free
 from launch.recipe import FOLDERS, Recipe, Stage
 from rlhf import artifacts, ds_config
-from rlhf.config import DataConfig, ModelConfig, OptimConfig
+from rlhf.config import DataConfig, ModelConfig, OptimConfig, RunConfig
 from rlhf.rules import RULES
 from step3_ppo.config import PPOConfig
 
@@ -73,8 +73,21 @@ def check(
     return list(dict.fromkeys(problems))
 
 
-def unreachable_hosts(placement: Placement, *, timeout_seconds: int = 8) -> list[Problem]:
+def unreachable_hosts(placement: Placement) -> list[Problem]:
     """Hosts of the placement that do not answer ssh without a password; DeepSpeed looks at the first one only."""
+    lines = {host.name: f"{placement.hostfile}:{host.line}: " if host.line else "" for host in placement.hosts}
+    return [
+        Problem(
+            f"{lines[name]}host {name} does not answer `ssh -o BatchMode=yes {name} true`. Set up ssh without a "
+            "password to it, also from a host to itself, or leave it out with --exclude.",
+            here=True,
+        )
+        for name in hosts_without_answer(placement)
+    ]
+
+
+def hosts_without_answer(placement: Placement, *, timeout_seconds: int = 8) -> list[str]:
+    """Names of hosts that cannot be reached through ssh now; none for a run on this machine."""
     if not placement.is_remote:
         return []
 
@@ -88,15 +101,7 @@ def unreachable_hosts(placement: Placement, *, timeout_seconds: int = 8) -> list
     names = [host.name for host in placement.hosts]
     with ThreadPoolExecutor(max_workers=32) as pool:
         reached = list(pool.map(answers, names))
-    return [
-        Problem(
-            f"host {name} of {placement.hostfile} does not answer `ssh -o BatchMode=yes {name} true`. Set up ssh "
-            "without a password to it, also from a host to itself, or leave it out with --exclude.",
-            here=True,
-        )
-        for name, ok in zip(names, reached, strict=True)
-        if not ok
-    ]
+    return [name for name, ok in zip(names, reached, strict=True) if not ok]
 
 
 def _prefix(stage: Stage, problems: Iterator[Problem]) -> Iterator[Problem]:
@@ -310,7 +315,7 @@ def _disk_problems(to_run: Sequence[Stage], stages: Sequence[Stage], run_dir: Pa
     wanted = _SPARE_BYTES
     for stage in to_run:
         parameters = sum(_num_parameters(_origin(stage, key, stages)) for key in stage.models() if key != "reward")
-        states = stage.config.run.keep_states + 1 if stage.config.run.save_every else 0
+        states = _num_states(stage.config.run)
         # A model folder in fp32 is 4 bytes a parameter; a state holds fp32 weights and both AdamW moments.
         wanted += parameters * (4 + 12 * states)
     free = free_bytes(run_dir)
@@ -320,6 +325,12 @@ def _disk_problems(to_run: Sequence[Stage], stages: Sequence[Stage], run_dir: Pa
             "room, pass another --out, or lower run.keep_states.",
             here=True,
         )
+
+
+def _num_states(run: RunConfig) -> int:
+    """States that lie on the disk at once: those that are kept, and one that is being written."""
+    regular = run.save_every > 0 or run.save_minutes > 0
+    return run.keep_states + (run.keep_best is not None) + 1 if regular else 0
 
 
 def _num_parameters(shape: Mapping[str, Any]) -> int:

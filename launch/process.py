@@ -16,9 +16,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+from launch.ranks import Ranks
+from rlhf import heartbeat, procfs
+from rlhf.heartbeat import Stuck
+
 _POLL_SECONDS = 0.1
 _SCAN_SECONDS = 1.0
-_PROC = Path("/proc")
+_HOST_LOOK_SECONDS = 5.0
+_HOST_GRACE_SECONDS = 20.0
 _NODE_LAUNCHER = b"deepspeed.launcher.launch"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PDSH_FAILURE = re.compile(r"^pdsh@\S+: (\S+): (?:ssh exited with exit code (\d+)|(.*))$", re.MULTILINE)
@@ -26,10 +31,12 @@ _PDSH_FAILURE = re.compile(r"^pdsh@\S+: (\S+): (?:ssh exited with exit code (\d+
 
 @dataclass(frozen=True)
 class RankExit:
-    """How the first rank to end with an error ended; `status` as waitpid gives it, None when it was not seen."""
+    """How a rank of this machine ended; `status` as waitpid gives it, None when it was not seen."""
 
     rank: int
     status: int | None
+    time: float = field(default=0.0, compare=False)
+    """Unix time at which it was seen."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +47,10 @@ class Outcome:
     """As subprocess gives it: negative for a signal."""
     rank_exit: RankExit | None = None
     """The first rank of this machine that failed; None if none did or it was not seen."""
+    rank_exits: tuple[RankExit, ...] = ()
+    """Ranks of this machine that ended with an error, in the order in which it was seen."""
+    stuck: Stuck | None = None
+    """Why the stage was ended although no process had failed."""
     interrupted_by: int | None = None
     """The signal that this process got and ended the stage for."""
     num_leftover: int = 0
@@ -78,6 +89,7 @@ def run_watched(
     log_path: Path,
     interrupt: Interrupt,
     on_tick: Callable[[], None],
+    ranks: Ranks | None = None,
     ends_remote_ranks: bool = False,
     keep_open: Sequence[int] = (),
 ) -> Outcome:
@@ -89,6 +101,7 @@ def run_watched(
         log_path: new file that gets stdout and stderr of the launcher and its ranks.
         interrupt: of `catch_signals`; a signal ends the stage, a second one without grace.
         on_tick: called about ten times a second.
+        ranks: heartbeats and output of the ranks; if they are stuck, their stacks are collected and the stage is ended.
         ends_remote_ranks: the launcher ends ranks on other machines when it gets SIGTERM, so it is asked first, alone.
         keep_open: file descriptors the launcher inherits.
     """
@@ -104,27 +117,46 @@ def run_watched(
             start_new_session=True,
             pass_fds=tuple(keep_open),
         )
-    watch = _RankWatch(child.pid)
-    interrupted_by = None
-    try:
-        while child.poll() is None:
-            watch.look()
-            on_tick()
-            if interrupt.signum is not None:
-                interrupted_by = interrupt.signum
-                break
-            time.sleep(_POLL_SECONDS)
-        if interrupted_by is not None and ends_remote_ranks:
-            child.send_signal(signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(timeout=30)
-    finally:
-        num_leftover = _end_session(child, interrupt)
+
+        def write(lines: bytes) -> None:
+            log.write(lines)  # the launcher writes through the same open file, so neither overwrites the other
+            log.flush()
+
+        watch = _RankWatch(child.pid)
+        stuck = interrupted_by = None
+        try:
+            hosts = _HostWatch(log_path)
+            while child.poll() is None and interrupt.signum is None and stuck is None:
+                watch.look()
+                if ends_remote_ranks and hosts.is_over():
+                    break
+                on_tick()
+                if ranks is not None:
+                    ranks.look(write)
+                    stuck = ranks.stuck
+                time.sleep(_POLL_SECONDS)
+            interrupted_by = interrupt.signum if child.poll() is None else None
+            is_running = child.poll() is None
+            if ranks is not None and stuck is not None:
+                ranks.collect_stacks(watch.processes)
+                stuck = ranks.stuck
+            if is_running and ends_remote_ranks:
+                child.send_signal(signal.SIGTERM)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.wait(timeout=30)
+        finally:
+            num_leftover = _end_session(child, interrupt)
+            if ranks is not None:
+                ranks.copy_output(write, last=True)
+    if ranks is not None and stuck is None and interrupted_by is None:
+        stuck = heartbeat.read_stuck(ranks.folder)  # the ranks found it out and ended before we looked
     return Outcome(
         returncode=child.returncode,
         rank_exit=None if interrupted_by is not None else watch.first_failure,
+        rank_exits=watch.failures,
+        stuck=stuck,
         interrupted_by=interrupted_by,
-        num_leftover=num_leftover if interrupted_by is None else 0,
+        num_leftover=num_leftover if interrupted_by is None and stuck is None else 0,
     )
 
 
@@ -139,13 +171,12 @@ def describe_code(returncode: int) -> str:
     return f"exit code {returncode}"
 
 
-def describe_failure(outcome: Outcome, log_text: str) -> str:
-    """Which rank or host failed, and how; as far as it is known."""
-    if outcome.rank_exit is not None:
-        status = outcome.rank_exit.status
-        code = None if status is None else os.waitstatus_to_exitcode(status)
-        how = describe_code(outcome.returncode if code is None else code)
-        return f"rank {outcome.rank_exit.rank} ended with {how}"
+def describe_failure(outcome: Outcome, log_text: str, *, end: RankExit | None = None) -> str:
+    """Which rank or host failed, and how; as far as it is known. `end` is the rank to describe, if not the first."""
+    end = end or outcome.rank_exit
+    if end is not None:
+        code = None if end.status is None else os.waitstatus_to_exitcode(end.status)
+        return f"rank {end.rank} ended with {describe_code(outcome.returncode if code is None else code)}"
     hosts = _PDSH_FAILURE.findall(log_text)
     if hosts:
         name, code_text, words = hosts[0]
@@ -185,9 +216,19 @@ class _RankWatch:
         self._last_scan = 0.0
 
     @property
+    def failures(self) -> tuple[RankExit, ...]:
+        """Ranks that have ended with an error."""
+        return tuple(end for end in self._ended if end.status != 0)
+
+    @property
+    def processes(self) -> dict[int, int]:
+        """Number of each running rank's process."""
+        return {rank: pid for pid, rank in self._ranks.items()}
+
+    @property
     def first_failure(self) -> RankExit | None:
         """The first rank that failed; ranks that got the launcher's SIGTERM count only if there is no other."""
-        failed = [end for end in self._ended if end.status != 0]
+        failed = self.failures
         own = [end for end in failed if end.status is None or not _is_clean_up(end.status)]
         return next(iter(own or failed), None)
 
@@ -197,63 +238,50 @@ class _RankWatch:
             self._last_scan = time.monotonic()
             self._scan()
         for pid in list(self._ranks):
-            stat = _stat(pid)
+            stat = procfs.stat(pid)
             if stat is None or stat.state == "Z":
-                self._ended.append(RankExit(self._ranks.pop(pid), stat.exit_status if stat else None))
+                status = stat.exit_status if stat else None
+                self._ended.append(RankExit(self._ranks.pop(pid), status, time.time()))
 
     def _scan(self) -> None:
-        members = _members(self.session)
-        launchers = {pid for pid in members if _NODE_LAUNCHER in _read(pid, "cmdline")}
+        members = procfs.members(self.session)
+        launchers = {pid for pid in members if _NODE_LAUNCHER in procfs.read(pid, "cmdline")}
         for pid, stat in members.items():
             if stat.parent in launchers and pid not in launchers and pid not in self._ranks and stat.state != "Z":
-                match = re.search(rb"(?:^|\0)RANK=(\d+)\0", _read(pid, "environ"))
+                match = re.search(rb"(?:^|\0)RANK=(\d+)\0", procfs.read(pid, "environ"))
                 if match:
                     self._ranks[pid] = int(match.group(1))
+
+
+class _HostWatch:
+    """Whether a host has failed. pdsh says so, but waits for the others, whose ranks may wait for the failed one's."""
+
+    def __init__(self, log_path: Path) -> None:
+        self.log_path = log_path
+        self._last_look = time.monotonic()
+        self._offset = 0
+        self._failed_at: float | None = None
+
+    def is_over(self) -> bool:
+        """Whether a host failed a while ago, in which the others have not ended by themselves."""
+        now = time.monotonic()
+        if self._failed_at is None and now - self._last_look > _HOST_LOOK_SECONDS:
+            self._last_look = now
+            with self.log_path.open("rb") as log:
+                log.seek(self._offset)
+                lines = log.read().rpartition(b"\n")[0]
+            self._offset += len(lines)
+            if _PDSH_FAILURE.search(lines.decode("utf-8", "replace")):
+                self._failed_at = now
+        return self._failed_at is not None and now - self._failed_at > _HOST_GRACE_SECONDS
 
 
 def _is_clean_up(status: int) -> bool:
     return os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGTERM
 
 
-@dataclass(frozen=True)
-class _Stat:
-    state: str
-    parent: int
-    session: int
-    exit_status: int
-
-
-def _stat(pid: int) -> _Stat | None:
-    """/proc/PID/stat; the fields after the command's closing bracket, which may itself hold blanks and brackets."""
-    text = _read(pid, "stat").decode("utf-8", "replace")
-    fields = text.rpartition(")")[2].split()
-    if len(fields) < 4:
-        return None
-    return _Stat(fields[0], int(fields[1]), int(fields[3]), int(fields[-1]))
-
-
-def _read(pid: int, name: str) -> bytes:
-    try:
-        return (_PROC / str(pid) / name).read_bytes()
-    except OSError:
-        return b""
-
-
-def _members(session: int) -> dict[int, _Stat]:
-    """Processes of a session, zombies included."""
-    found = {}
-    try:
-        entries = os.listdir(_PROC)
-    except OSError:  # no /proc: the process group is all that is known
-        return {}
-    for entry in entries:
-        if entry.isdigit() and (stat := _stat(int(entry))) is not None and stat.session == session:
-            found[int(entry)] = stat
-    return found
-
-
 def _alive(session: int) -> list[int]:
-    return [pid for pid, stat in _members(session).items() if stat.state != "Z" and pid != os.getpid()]
+    return [pid for pid, stat in procfs.members(session).items() if stat.state != "Z" and pid != os.getpid()]
 
 
 def _end_session(child: subprocess.Popen[bytes], interrupt: Interrupt, *, grace_seconds: float = 20.0) -> int:

@@ -82,8 +82,8 @@ class Recipe:
     """Raised whenever a number of the recipe changes, so that two runs of one name can be told apart."""
     description: str
     """One or two sentences."""
-    deployment: Literal["single_node", "multi_node"]
-    """multi_node: a --hostfile must be given."""
+    deployment: Literal["single_node", "multi_node", "any"]
+    """single_node: one machine, here or in a hostfile; multi_node: a --hostfile of several must be given; any: both."""
     num_gpus: int
     """Ranks of one machine; --num_gpus and the hostfile's slots take precedence."""
     num_nodes: int = 1
@@ -102,8 +102,8 @@ class Recipe:
             raise ValueError(
                 f"num_gpus, num_nodes and version must be >= 1, got {self.num_gpus}, {self.num_nodes}, {self.version}."
             )
-        if self.deployment == "single_node" and self.num_nodes != 1:
-            raise ValueError(f"deployment is single_node, but num_nodes is {self.num_nodes}. Change one of them.")
+        if self.deployment != "multi_node" and self.num_nodes != 1:
+            raise ValueError(f"deployment is {self.deployment}, but num_nodes is {self.num_nodes}. Change one of them.")
         for name in self.environment:
             if not re.fullmatch(r"[A-Za-z_]\w*", name):
                 raise ValueError(f"environment: {name!r} is not a variable name.")

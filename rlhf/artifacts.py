@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from rlhf import heartbeat
+
 MANIFEST = "manifest.json"
 SCHEMA = 1
 Kind = Literal["policy", "reward", "critic"]
@@ -231,7 +233,7 @@ def verify(folder: str | Path, *, contents: bool = True) -> Manifest:
         if size != entry.bytes:
             state = "truncated" if size < entry.bytes else "changed"
             raise ArtifactError(f"{path} is {state}: {size} bytes, {MANIFEST} says {entry.bytes}. {repair}")
-        if contents and _hash_file(path) != entry.sha256:
+        if contents and hash_file(path) != entry.sha256:
             raise ArtifactError(f"{path} is changed: its sha256 is not the one in {MANIFEST}. {repair}")
     strange = [name for name in _file_names(manifest.folder) if name not in manifest.files]
     for name in strange:
@@ -367,16 +369,20 @@ def _file_names(folder: Path) -> list[str]:
 
 
 def _hash_files(folder: Path) -> dict[str, FileEntry]:
-    return {
-        name: FileEntry(bytes=(folder / name).stat().st_size, sha256=_hash_file(folder / name))
-        for name in _file_names(folder)
-    }
+    return {name: entry_of(folder / name) for name in _file_names(folder)}
 
 
-def _hash_file(path: Path) -> str:
+def entry_of(path: Path) -> FileEntry:
+    """Size and sha256 of a file."""
+    return FileEntry(bytes=path.stat().st_size, sha256=hash_file(path))
+
+
+def hash_file(path: Path) -> str:
+    """sha256 of a file's contents."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(1 << 22):
+            heartbeat.tick()
             digest.update(chunk)
     return digest.hexdigest()
 

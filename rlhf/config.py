@@ -5,6 +5,7 @@ YAML file is the recipe, dotted flags override it; `parse_config` is the only co
 """
 
 import dataclasses
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -300,6 +301,41 @@ class EvalConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WatchdogConfig:
+    """Seconds without progress after which a rank counts as stuck and the run is ended, by phase; 0: never."""
+
+    start_seconds: float = 3600.0
+    """From the start of the process to the first step: data, models, engines."""
+    input_seconds: float = 900.0
+    """Waiting for a batch."""
+    rollout_seconds: float = 900.0
+    """Between two tokens of a rollout."""
+    score_seconds: float = 900.0
+    """Between two model calls of a scoring."""
+    update_seconds: float = 900.0
+    """Between two micro-batches of an update."""
+    eval_seconds: float = 900.0
+    """Between two model calls or tokens of an evaluation."""
+    save_seconds: float = 1800.0
+    """Writing a state or a model folder."""
+    other_seconds: float = 900.0
+    """What lies between the named phases."""
+    silent_seconds: float = 300.0
+    """A process that has not even written its heartbeat for so long was stopped, or its machine is gone."""
+
+    def __post_init__(self) -> None:
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            if not (value == 0 or 1 <= value < float("inf")):
+                raise ValueError(f"run.watchdog.{f.name} must be 0 (never) or >= 1, got {value}.")
+        if 0 < self.silent_seconds < 5:
+            raise ValueError(
+                f"run.watchdog.silent_seconds must be 0 (never) or >= 5, got {self.silent_seconds}: a heartbeat is "
+                "written once a second."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Folder, seed, cadence and sinks of one stage."""
 
@@ -312,21 +348,47 @@ class RunConfig:
     eval_every: int = 0
     """Evaluate every so many steps; 0: before the first and after the last step only."""
     save_every: int = 0
-    """Save resumable state every so many steps; 0: none."""
+    """Save resumable state every so many steps; 0: not by steps."""
+    save_minutes: float = 0.0
+    """Save it also when so many minutes have passed since the last one; 0: not by time."""
+    save_async: bool = False
+    """Write it beside training, from a copy in host memory."""
     keep_states: int = 2
-    """Number of saved states to keep."""
+    """Number of newest states to keep."""
+    keep_best: str | None = None
+    """Also keep the state with the best value of this metric, for example eval/loss."""
     resume: bool = False
-    """Continue from the newest state in out_dir; an error if there is none."""
+    """Continue from the newest intact state in out_dir; an error if there is none."""
+    resume_weights_only: bool = False
+    """With resume: take weights and positions, not the optimiser."""
     tensorboard: bool = False
     """Also write TensorBoard events."""
     wandb_project: str | None = None
     """Also log to this Weights & Biases project."""
+    watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
+    """When a rank counts as stuck (docs/reliability.md)."""
 
     def __post_init__(self) -> None:
         if self.log_every < 1 or self.eval_every < 0 or self.save_every < 0 or self.keep_states < 1:
             raise ValueError(
                 "run.log_every and run.keep_states must be >= 1, run.eval_every and run.save_every >= 0, got "
                 f"{self.log_every}, {self.keep_states}, {self.eval_every}, {self.save_every}."
+            )
+        if not 0 <= self.save_minutes < math.inf:
+            raise ValueError(f"run.save_minutes must be >= 0 and finite, got {self.save_minutes}.")
+        if self.resume_weights_only and not self.resume:
+            raise ValueError("run.resume_weights_only is about a resume. Set run.resume too, or leave it out.")
+        if self.keep_best is not None:
+            self._check_keep_best(self.keep_best)
+
+    def _check_keep_best(self, metric: str) -> None:
+        """A state competes with the value that was written in its own step, so both have to come together."""
+        key = "eval_every" if metric.startswith("eval/") else "log_every"
+        every = getattr(self, key)
+        if not every or not self.save_every or self.save_every % every:
+            raise ValueError(
+                f"run.keep_best={metric} needs a state wherever the metric is written: run.save_every a multiple of "
+                f"run.{key}, got {self.save_every} and {every}."
             )
 
 

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlhf import heartbeat
+
 T = TypeVar("T")
 
 _world_group: dist.ProcessGroup | None = None
@@ -131,6 +133,7 @@ def _all_reduce(x: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
     total = x.detach().to(device(), torch.int64 if x.dtype == torch.bool else x.dtype, copy=True)
     if world_size() > 1:
         dist.all_reduce(total, op=op)
+        heartbeat.tick()
     return total.to(x.device)
 
 
@@ -141,6 +144,7 @@ def all_gather(x: Tensor) -> Tensor:
     local = x.detach().to(device()).contiguous()
     parts = [torch.empty_like(local) for _ in range(world_size())]
     dist.all_gather(parts, local)
+    heartbeat.tick()
     return torch.stack(parts).to(x.device)
 
 
@@ -150,6 +154,7 @@ def all_gather_objects(value: T) -> list[T]:
         return [value]
     values: list[T] = [value] * world_size()
     dist.all_gather_object(values, value)
+    heartbeat.tick()
     return values
 
 

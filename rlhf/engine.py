@@ -27,9 +27,10 @@ from transformers.integrations import deepspeed as hf_deepspeed
 from transformers.utils import logging as hf_logging
 from transformers.utils import logging as transformers_logging
 
-from rlhf import distributed, ds_config, host
+from rlhf import distributed, ds_config, heartbeat, host
 from rlhf.config import OptimConfig
 from rlhf.schedule import lr_multiplier
+from rlhf.state_writer import StateWriter
 
 if distributed.device_type() == "cpu":
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # without it, the import prints a line on stdout
@@ -37,6 +38,8 @@ if distributed.device_type() == "cpu":
 import deepspeed  # noqa: E402
 from deepspeed.runtime.zero import parameter_offload as ds_offload  # noqa: E402
 from deepspeed.utils import groups as ds_groups  # noqa: E402
+
+from rlhf import universal  # noqa: E402
 
 # The term that torch.nn.utils.clip_grad_norm_ adds to the norm before it divides.
 CLIP_EPS = 1e-6
@@ -174,6 +177,7 @@ class TrainEngine:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
+        heartbeat.call(self.role)
         return self._engine(*args, **kwargs)
 
     def train(self) -> None:
@@ -205,6 +209,7 @@ class TrainEngine:
                 "0 times the sum of the model's outputs."
             )
         self._loss_is_finite &= torch.isfinite(loss_sum.detach())
+        heartbeat.call(self.role)
         self._engine.set_gradient_accumulation_boundary(last)
         # DeepSpeed averages over ranks, so the world size here makes it a sum over ranks, over the count.
         scale = distributed.world_size() / count
@@ -222,6 +227,7 @@ class TrainEngine:
             NonFiniteError: on every rank, before any weight changed.
         """
         assert self._at_boundary, "step() follows accumulate(..., last=True)"
+        heartbeat.call(self.role)
         self._at_boundary = False
         gradients = _averaged_gradients(self._engine, self.zero_stage)
         norm = self._checked_norm(gradients)
@@ -284,6 +290,7 @@ class TrainEngine:
         ZeRO-3 gathers all weights once (every rank holds them all inside the block) and takes DeepSpeed's hooks off; at
         the end, and after any exception, the hooks are back and the weights sharded. Both ends are collective.
         """
+        heartbeat.call(self.role)
         with self._evaluating(), _whole_weights(self._engine, self.zero_stage):
             yield self.module
 
@@ -294,6 +301,7 @@ class TrainEngine:
         DeepSpeed gathers each layer in each forward, so every rank has to make the same number of forwards; a rank that
         is done goes on with the others. Hugging Face's generate finds that out by itself in this block (synced_gpus).
         """
+        heartbeat.call(self.role)
         with self._evaluating(), _sharded_weights(self._engine, self.ds):
             yield self.module
 
@@ -320,18 +328,31 @@ class TrainEngine:
         """
         return full_state_dict(self._engine, self.zero_stage, self.module if module is None else module)
 
-    def save_state(self, folder: str | Path, tag: str) -> None:
-        """Write weights, optimiser and step to folder/tag, for the same number of ranks. Collective."""
-        self._engine.save_checkpoint(
-            str(folder),
-            tag=tag,
-            client_state={"step_count": self.step_count},
-            save_latest=False,
-            exclude_frozen_parameters=not self._trains_all,
-        )
+    def save_state(self, folder: str | Path, tag: str, writer: StateWriter) -> None:
+        """Hand weights, optimiser and step, for this number of ranks, to a writer of folder/tag. Collective.
+
+        Args:
+            folder: of the state.
+            tag: name of the engine's folder in it.
+            writer: of this state on this rank; its `wait` tells of errors.
+        """
+        engine = self._engine
+        former, engine.checkpoint_engine = engine.checkpoint_engine, writer
+        # A copy of DeepSpeed's script for reading its files, which fails on one rank alone where the disk is full.
+        engine._copy_recovery_script = lambda path: None
+        try:
+            engine.save_checkpoint(
+                str(folder),
+                tag=tag,
+                client_state={"step_count": self.step_count},
+                save_latest=False,
+                exclude_frozen_parameters=not self._trains_all,
+            )
+        finally:
+            engine.checkpoint_engine = former
 
     def load_state(self, folder: str | Path, tag: str) -> None:
-        """Restore what `save_state` wrote. Collective.
+        """Restore what `save_state` wrote, on the same number of ranks. Collective.
 
         Raises:
             FileNotFoundError: there is no such state.
@@ -342,6 +363,39 @@ class TrainEngine:
         if path is None:
             raise FileNotFoundError(f"{self.role}: no state in {Path(folder) / tag}.")
         self.step_count = int(client["step_count"])
+
+    def load_universal(self, folder: Path, *, step_count: int) -> None:
+        """Restore weights and moments from the form that `rlhf.universal` writes. Collective.
+
+        Args:
+            folder: holds `zero/`.
+            step_count: optimiser steps made, for the schedule.
+        """
+        universal.load(self._engine, self.zero_stage, folder, self._group_names())
+        self.step_count = step_count
+
+    def layout(self) -> dict[str, Any]:
+        """How the engine's saved files are to be read: JSON-able, equal on all ranks."""
+        return {
+            "zero_stage": self.zero_stage,
+            "step_count": self.step_count,
+            "shapes": {n: list(getattr(p, "ds_shape", p.shape)) for n, p in self.module.named_parameters()},
+            "groups": self._group_names(),
+        }
+
+    def describe(self) -> dict[str, Any]:
+        """What makes its trajectory, beside weights and data."""
+        return {
+            "optimiser": vars(self.optim),
+            "schedule steps": self.num_steps,
+            "dtype": ds_config.dtype_name(self.ds),
+        }
+
+    def _group_names(self) -> list[list[str]]:
+        """Names of the trained weights in the order of the optimiser's groups."""
+        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        groups = _decay_groups(self.module, self.optim.weight_decay)
+        return [[names[id(parameter)] for parameter in group["params"]] for group in groups]
 
 
 class FrozenEngine:
@@ -381,6 +435,7 @@ class FrozenEngine:
     @torch.no_grad()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
+        heartbeat.call(self.role)
         return (self.module if self._engine is None else self._engine)(*args, **kwargs)
 
     @property

@@ -6,7 +6,7 @@ a run is `metrics.jsonl`; `docs/metrics.md` is written from METRICS by `python -
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -233,6 +233,25 @@ class Accumulator:
             totals=dict(zip(totals, numbers[2 * num :], strict=False)),
             maxima={name: max(tail[i :: len(maxima)]) for i, name in enumerate(maxima)},
         )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was added and set since the last `reduce`, on this rank, as JSON; the window stays open."""
+
+        def plain(value: Tensor | Number) -> float | str:
+            number = float(value)
+            return number if math.isfinite(number) else str(number)
+
+        return {
+            "stats": {name: [plain(number) for number in pair] for name, pair in self._stats.items()},
+            "values": {name: plain(value) for name, value in self._values.items()},
+        }
+
+    def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Open the window where `state_dict` left it, of one rank or of several together."""
+        self._stats, self._values = {}, {}
+        for state in states:
+            self.add({name: (float(value), float(count)) for name, (value, count) in state["stats"].items()})
+            self.set({name: float(value) for name, value in state["values"].items()})
 
     def _check(self, name: str) -> None:
         if name not in self._index:

@@ -9,34 +9,26 @@ import hashlib
 import json
 import logging
 import os
-import platform
-import random
-import resource
-import shlex
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-import numpy as np
-import torch
 from torch import Tensor
 
-from rlhf import artifacts, distributed, host
+from rlhf import artifacts, distributed, heartbeat, watchdog
+from rlhf.clock import PHASES, Clock, Totals
 from rlhf.config import RunConfig, save_config, to_dict
 from rlhf.data.collate import Sequences
 from rlhf.metrics import Accumulator, JsonlSink, Sink, TensorBoardSink, WandbSink, lookup, split_finite
+from rlhf.run_folder import HEARTBEAT, claim_folder, configure_logging, environment, peak_memory_bytes, seed_generators
+from rlhf.states import StateError
 
 logger = logging.getLogger(__name__)
 
 Batch = TypeVar("Batch")
 
-PHASES = ("input", "rollout", "score", "update", "eval")
-_OUR_LOGGERS = ("rlhf", "step1_sft", "step2_reward", "step3_ppo", "__main__")
-_RECORDS = ("metrics.jsonl", "samples.jsonl", "histograms.json", "result.json", "state", "model")
 _SAMPLE_KEYS = {"prompt", "response", "stopped", "score", "gold"}
 
 
@@ -46,71 +38,6 @@ class StageConfig(Protocol):
     @property
     def run(self) -> RunConfig:
         """Folder, seed, cadence and sinks."""
-
-
-@dataclass
-class Totals:
-    """Sums since the run began, earlier attempts included; equal on all ranks."""
-
-    tokens: float = 0.0
-    train_seconds: float = 0.0
-    startup_seconds: float = 0.0
-    wall_seconds: float = 0.0
-    phase_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys((*PHASES, "other"), 0.0))
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Real tokens of all ranks per wall second of training."""
-        return self.tokens / self.train_seconds if self.train_seconds else 0.0
-
-
-class Clock:
-    """Seconds of each phase on this rank since the last `lap`."""
-
-    def __init__(self) -> None:
-        self.seconds = dict.fromkeys(PHASES, 0.0)
-        self.phase: str | None = None
-        self.lap_start: float | None = None
-        self.cpu_start = 0.0
-        self.eval_cpu_seconds = 0.0
-
-    @contextmanager
-    def timer(self, phase: str) -> Iterator[None]:
-        """Count the block for `phase`; a timer inside another one counts for the outer one."""
-        if phase not in self.seconds:
-            raise ValueError(f"timer {phase!r} is not one of {', '.join(PHASES)}. Use one of them.")
-        if self.phase is not None:
-            yield
-            return
-        _synchronise()
-        start, cpu_start = time.perf_counter(), time.process_time()
-        if self.lap_start is None:
-            self.lap_start, self.cpu_start = start, cpu_start
-        self.phase = phase
-        try:
-            yield
-            _synchronise()
-        finally:
-            self.seconds[phase] += time.perf_counter() - start
-            if phase == "eval":
-                self.eval_cpu_seconds += time.process_time() - cpu_start
-            self.phase = None
-
-    def lap(self) -> dict[str, float]:
-        """Seconds since the last call: each phase, `wall` (all), `train` (all but eval); starts again."""
-        now = time.perf_counter()
-        wall = 0.0 if self.lap_start is None else now - self.lap_start
-        lap = {**self.seconds, "wall": wall, "train": wall - self.seconds["eval"]}
-        self.seconds = dict.fromkeys(PHASES, 0.0)
-        self.lap_start = now if self.lap_start is not None else None
-        return lap
-
-    def cpu_lap(self) -> float:
-        """Processor seconds of this process's threads since the last call, evaluation left out; starts again."""
-        now = time.process_time()
-        seconds = 0.0 if self.lap_start is None else now - self.cpu_start - self.eval_cpu_seconds
-        self.cpu_start, self.eval_cpu_seconds = now, 0.0
-        return seconds
 
 
 class Run:
@@ -130,6 +57,7 @@ class Run:
         self._logged_step = 0
         self._first_step = 0
         self._measured: dict[str, dict[str, float]] = {}
+        self._line: tuple[int, dict[str, float]] = (-1, {})
         self._starting_up = True
         self._progress: dict[str, Any] = {"step": 0, "num_steps": num_steps, "phase": "start"}
 
@@ -151,9 +79,10 @@ class Run:
         """
         started = time.perf_counter()
         config, folder = cfg.run, Path(cfg.run.out_dir)
-        _claim_folder(folder, resume=config.resume)
-        _configure_logging(folder)
-        _seed(config.seed)
+        claim_folder(folder, resume=config.resume)
+        watchdog.write_records_to(folder / HEARTBEAT)
+        configure_logging(folder)
+        seed_generators(config.seed)
         sinks: list[Sink] = []
         if distributed.is_main():
             save_config(cfg, folder / "config.yaml")
@@ -177,7 +106,7 @@ class Run:
         """Add the block's seconds to `time/<phase>_seconds`, the accelerator synchronised at both ends."""
         if phase == "eval" and self._clock.phase is None:
             self._write_progress("eval")
-        with self._clock.timer(phase):
+        with heartbeat.during(phase), self._clock.timer(phase):
             yield
 
     @property
@@ -191,7 +120,9 @@ class Run:
         Waiting for a batch counts as `time/input_seconds`.
         """
         left = iter(batches)
+        self._write_progress("train")
         for step in range(self._first_step + 1, self.num_steps + 1):
+            heartbeat.at_step(step, self.num_steps)
             with self.timer("input"):
                 batch = next(left)
             yield step, batch
@@ -219,9 +150,8 @@ class Run:
         return int.from_bytes(digest[:8], "big") >> 1
 
     def log(self, step: int) -> None:
-        """Write the train line after `step` steps if it is due: by run.log_every, before a save, or as the last one."""
-        due = self.every(self.config.log_every, step) or self.every(self.config.save_every, step)
-        if not due and step != self.num_steps:
+        """Write the train line after `step` steps if it is due: by run.log_every, or as the last one."""
+        if not self.every(self.config.log_every, step) and step != self.num_steps:
             return
         values = self._reduce(num_steps=step - self._logged_step)
         self._logged_step = step
@@ -281,23 +211,79 @@ class Run:
             self._measured[name] = measure()
         return self._measured[name]
 
-    def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs of this one; call after `log` of the same step."""
+    def state_dict(self, step: int) -> dict[str, Any]:
+        """What a resumed run needs of this one after `step` steps, beside `window_state`; equal on all ranks."""
         self.totals.wall_seconds += self._lap_wall()
-        return {"step": self._logged_step, "totals": _totals_to_dict(self.totals), "measured": self._measured}
+        return {
+            "step": step,
+            "logged_step": self._logged_step,
+            "totals": vars(self.totals),
+            "measured": {name: {k: str(v) for k, v in values.items()} for name, values in self._measured.items()},
+            "metrics": split_finite(self._line[1])[0] if self._line[0] == step else {},
+            "records": self._position(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on after the saved step: totals are restored, records of later steps are dropped."""
+        """Go on after the saved step: totals are restored, records of later steps are dropped.
+
+        Raises:
+            StateError: on all ranks, lines that were written before the save are gone.
+        """
         self.totals = Totals(**state["totals"])
-        self._measured = dict(state["measured"])
-        self._logged_step = self._first_step = int(state["step"])
-        self._progress.update(step=self._logged_step)
-        if distributed.is_main():
-            path = self.folder / "metrics.jsonl"
-            lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-            kept = [line for line in lines if _step_of(line) <= self._logged_step]
-            _replace_text(path, "".join(f"{line}\n" for line in kept))
-        logger.info("resumed after step %d of %d", self._logged_step, self.num_steps)
+        measured = state["measured"].items()  # as text, because JSON has no inf
+        self._measured = {name: {k: float(v) for k, v in values.items()} for name, values in measured}
+        self._logged_step, self._first_step = int(state["logged_step"]), int(state["step"])
+        self._progress.update(step=self._first_step)
+        fault = self._truncate_records(state["records"]) if distributed.is_main() else ""
+        distributed.same_on_all(not fault, fault, error=StateError)
+        logger.info("resumed after step %d of %d", self._first_step, self.num_steps)
+
+    def window_state(self) -> dict[str, Any]:
+        """What this rank has counted since the last train line."""
+        return {
+            "metrics": self.metrics.state_dict(),
+            "tokens": int(self._tokens),
+            "clock": self._clock.state_dict(),
+        }
+
+    def load_window(self, windows: Sequence[Mapping[str, Any]]) -> None:
+        """Go on with what one rank had counted; or with all that several had, on the first of another number of ranks.
+
+        Args:
+            windows: of `window_state`; none on ranks that start from nothing.
+        """
+        self.metrics.load_state_dicts([window["metrics"] for window in windows])
+        self._tokens = sum(int(window["tokens"]) for window in windows)
+        self._clock.load_state_dicts([window["clock"] for window in windows])
+
+    def stop(self) -> None:
+        """Leave the run unfinished: close the sinks; `resume` in a later attempt goes on."""
+        self._write_progress("stopped")
+        for sink in self._sinks:
+            sink.close()
+
+    def _position(self) -> dict[str, int]:
+        """Bytes of the records so far, on their way to the disk; rank 0's count."""
+        path = self.folder / "metrics.jsonl"
+        if not distributed.is_main() or not path.exists():
+            return {path.name: 0}
+        with path.open("rb+") as file:
+            os.fsync(file.fileno())
+        return {path.name: path.stat().st_size}
+
+    def _truncate_records(self, position: Mapping[str, int]) -> str:
+        """Drop what was written after the save; returns what is wrong, if anything is."""
+        for name, size in position.items():
+            path = self.folder / name
+            found = path.stat().st_size if path.exists() else 0
+            if found < size:
+                return (
+                    f"{path} has {found} bytes, but had {size} when the state was saved: lines are lost. Restore the "
+                    "file, or start a new run."
+                )
+            if found:
+                os.truncate(path, size)
+        return ""
 
     def finish(self, metrics: Mapping[str, float], model_dir: str | Path) -> None:
         """Write result.json, which marks the stage as done, and close the sinks.
@@ -370,6 +356,7 @@ class Run:
         return seconds
 
     def _write(self, split: str, step: int, values: Mapping[str, float]) -> None:
+        self._line = (step, {**(self._line[1] if self._line[0] == step else {}), **values})
         now = time.time()
         for sink in self._sinks:
             sink.write(step, split, values, time=now)
@@ -381,120 +368,10 @@ class Run:
             artifacts.write_json(self.folder / "progress.json", {**progress, "phase": phase})
 
 
-def environment(*, stage: str, seed: int) -> dict[str, Any]:
-    """Where and how a run was started, for its report."""
-    device = distributed.device()
-    if device.type == "cuda":
-        accelerator = torch.cuda.get_device_name(device)
-    else:
-        accelerator = "none (CPU)" if device.type == "cpu" else device.type
-    return {
-        "stage": stage,
-        "seed": seed,
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "command": shlex.join([Path(sys.executable).name, *_argv()]),
-        "world_size": distributed.world_size(),
-        "hardware": {
-            "accelerator": accelerator,
-            "cpu": host.cpu_name(),
-            "cpu_count": os.cpu_count(),
-            "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-            "platform": platform.platform(),
-        },
-        "git_commit": artifacts.git_commit(),
-        "versions": artifacts.versions(),
-    }
-
-
-def peak_memory_bytes() -> int:
-    """Most accelerator memory allocated so far by this process, or its largest resident set without an accelerator."""
-    if distributed.device().type != "cpu":
-        return int(torch.get_device_module(distributed.device()).max_memory_allocated())
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # kilobytes on Linux
-
-
-def _claim_folder(folder: Path, *, resume: bool) -> None:
-    """Rank 0 looks and makes the folder; all ranks raise its error."""
-    problem: tuple[type[OSError], str] | None = None
-    if distributed.is_main():
-        found = [name for name in _RECORDS if (folder / name).exists()]
-        state = folder / "state"
-        if resume and not (state.is_dir() and any(state.iterdir())):
-            problem = (FileNotFoundError, f"run.resume is true, but {state} holds no saved state. "
-                       "Start over with run.resume=false; run.save_every > 0 writes states.")  # fmt: skip
-        elif found and not resume:
-            kind = "a finished run" if "result.json" in found else "an unfinished run"
-            problem = (FileExistsError, f"run.out_dir={folder} holds {kind} ({', '.join(found)}). Use another "
-                       "run.out_dir, remove the folder, or continue it with run.resume=true.")  # fmt: skip
-        else:
-            folder.mkdir(parents=True, exist_ok=True)
-            # A run that goes on is not done, whatever an earlier attempt wrote.
-            (folder / "result.json").unlink(missing_ok=True)
-    problem = distributed.broadcast_object(problem)
-    if problem is not None:
-        raise problem[0](problem[1])
-
-
-class _RankFilter(logging.Filter):
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.rank = rank
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        record.rank = self.rank
-        return True
-
-
-def _configure_logging(folder: Path) -> None:
-    """INFO of this code on rank 0, warnings elsewhere and of libraries; to stdout and the end of log.txt."""
-    root = logging.getLogger()
-    for handler in [h for h in root.handlers if (h.name or "").startswith("rlhf.")]:
-        root.removeHandler(handler)
-        handler.close()
-    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stdout)]
-    if folder.is_dir():  # on another node without a shared disk there is none
-        handlers.append(logging.FileHandler(folder / "log.txt", mode="a", encoding="utf-8", delay=True))
-    for i, handler in enumerate(handlers):
-        handler.set_name(f"rlhf.{i}")
-        handler.addFilter(_RankFilter(distributed.rank()))
-        handler.setFormatter(logging.Formatter("%(asctime)s [rank %(rank)d] %(levelname)s %(name)s: %(message)s"))
-        root.addHandler(handler)
-    for name in _OUR_LOGGERS:
-        logging.getLogger(name).setLevel(logging.INFO if distributed.is_main() else logging.WARNING)
-
-
-def _seed(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-
-
-def _synchronise() -> None:
-    if distributed.device().type != "cpu":
-        torch.accelerator.synchronize()
-
-
-def _argv() -> list[str]:
-    """Arguments after the interpreter, as typed: `-m package.module ...` instead of a file's path."""
-    return list(getattr(sys, "orig_argv", [sys.executable, *sys.argv]))[1:]
-
-
-def _totals_to_dict(totals: Totals) -> dict[str, Any]:
-    return {**vars(totals), "phase_seconds": dict(totals.phase_seconds)}
-
-
 def _replace_text(path: Path, text: str) -> None:
     part = path.with_name(f".{path.name}.part")
     part.write_text(text, encoding="utf-8")
     part.replace(path)
-
-
-def _step_of(line: str) -> int:
-    try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError):
-        return sys.maxsize  # cut short by a crash, so of no saved step
 
 
 def _jsonable(sample: Mapping[str, Any]) -> dict[str, Any]:

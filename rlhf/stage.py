@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from rlhf import artifacts, checkpoint
+from rlhf import artifacts, heartbeat
 from rlhf.artifacts import Contract
 from rlhf.config import DataConfig, ModelConfig, TokenizerConfig
 from rlhf.data.batching import Batching
@@ -19,6 +19,7 @@ from rlhf.data.splits import Stage
 from rlhf.data.template import ChatTemplate, load_template
 from rlhf.distributed import all_gather_objects, broadcast_object, device_type, free_memory, is_main, together
 from rlhf.engine import TrainEngine
+from rlhf.model_folder import save_model_folder
 from rlhf.models.attention import FAMILIES, takes_layout
 from rlhf.models.build import load_tokenizer, read_config, tokenizer_fingerprint, train_bpe
 from rlhf.models.forward_memory import fitting_tokens, forward_bytes_per_token, head_bytes
@@ -53,6 +54,11 @@ class Language:
             template_fingerprint=self.template.fingerprint,
             stop_token_id=self.template.stop_token_id,
         )
+
+    def save(self, folder: Path) -> None:
+        """Write the tokenizer, with the template as its own."""
+        self.tokenizer.chat_template = self.template.jinja
+        self.tokenizer.save_pretrained(folder)
 
 
 def load_language(data: DataConfig, tokenizer: TokenizerConfig, model: ModelConfig, *, stage: Stage) -> Language:
@@ -162,6 +168,7 @@ def choose_scoring(
     return Batching(max_rows=max(1, tokens // max(1, longest_row)))
 
 
+@heartbeat.during("save")
 def export_model(
     engine: TrainEngine,
     language: Language,
@@ -197,7 +204,7 @@ def export_model(
             metrics=metrics,
         )
 
-    checkpoint.save_model_folder(
+    save_model_folder(
         cast(nn.Module, engine.module.model),
         engine,
         language.tokenizer,

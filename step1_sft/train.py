@@ -10,7 +10,8 @@ from typing import Protocol
 
 import torch
 
-from rlhf import checkpoint, ds_config
+from rlhf import ds_config
+from rlhf.checkpoint import Checkpoints
 from rlhf.config import parse_config
 from rlhf.data.batching import Batching
 from rlhf.data.collate import TokenBatch, collate_sft
@@ -26,6 +27,7 @@ from rlhf.models.token_stats import TokenStats, token_stats
 from rlhf.rollout.answers import Voice, answer_rows
 from rlhf.run import Run
 from rlhf.stage import Language, choose_batching, choose_scoring, export_model, load_language
+from rlhf.watchdog import watched
 from step1_sft.config import SFTConfig
 from step1_sft.evaluate import evaluate_loss, summarise_answers, to_samples
 from step1_sft.loss import sft_loss_sum
@@ -73,10 +75,11 @@ def train(cfg: SFTConfig) -> None:
     wrapped = Policy(model, closed_form=choose_loss(cfg.fused_loss, zero_stage=ds_config.zero_stage(ds)))
     policy = TrainEngine(wrapped, ds=ds, optim=cfg.optim, role="policy", num_steps=len(loader))
     evaluate = make_evaluation(cfg, policy, language, batching, run)
-    checkpoint.resume(run, {"policy": policy}, {"loader": loader})
+    checkpoints = Checkpoints(run, {"policy": policy}, {"loader": loader}, language=language)
+    checkpoints.resume()
     before = run.once("before", lambda: evaluate(0, answers=False))
 
-    for step, batches in run.steps(loader):
+    for step, batches in checkpoints.steps(loader):
         with run.timer("update"):
             count = all_sum(torch.stack([batch.loss_mask_BT.sum() for batch in batches]).sum())
             for i, batch in enumerate(batches):
@@ -90,8 +93,6 @@ def train(cfg: SFTConfig) -> None:
         run.log(step)
         if run.every(cfg.run.eval_every, step) and step < len(loader):
             evaluate(step, answers=False)
-        if run.every(cfg.run.save_every, step):
-            checkpoint.save(run, {"policy": policy}, {"loader": loader})
 
     after = evaluate(len(loader), answers=True)
     metrics = headline(before, after)
@@ -174,9 +175,10 @@ def headline(before: Mapping[str, float], after: Mapping[str, float]) -> dict[st
 def main() -> None:
     """Entry point of the deepspeed launcher."""
     cfg = parse_config(SFTConfig, prog="step1_sft.train")
-    setup()
-    train(cfg)
-    shutdown()
+    with watched(cfg.run.watchdog):
+        setup()
+        train(cfg)
+        shutdown()
 
 
 if __name__ == "__main__":

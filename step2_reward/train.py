@@ -7,7 +7,8 @@ from collections.abc import Mapping
 
 import torch
 
-from rlhf import artifacts, checkpoint, ds_config
+from rlhf import artifacts, ds_config
+from rlhf.checkpoint import Checkpoints
 from rlhf.config import parse_config
 from rlhf.data.collate import PreferenceBatch, collate_preferences
 from rlhf.data.dataset import PreferenceRow, build_dataset, report_lines
@@ -19,6 +20,7 @@ from rlhf.models.build import build_reward_model, check_length_fits
 from rlhf.models.scalar_head import ScalarModel, scores_at
 from rlhf.run import Run
 from rlhf.stage import choose_batching, choose_scoring, export_model, load_language
+from rlhf.watchdog import watched
 from step2_reward.config import RewardConfig
 from step2_reward.evaluate import histograms, judge, summarise
 from step2_reward.loss import ranking_loss_sum
@@ -78,7 +80,8 @@ def train(cfg: RewardConfig) -> None:
         language,
         longest_row=int(held_out.lengths.max(initial=1)),
     )
-    checkpoint.resume(run, {"reward": reward}, {"loader": loader})
+    checkpoints = Checkpoints(run, {"reward": reward}, {"loader": loader}, language=language)
+    checkpoints.resume()
 
     def evaluate(step: int) -> dict[str, float]:
         with run.timer("eval"):
@@ -89,7 +92,7 @@ def train(cfg: RewardConfig) -> None:
         return values
 
     before = run.once("before", lambda: evaluate(0))
-    for step, batches in run.steps(loader):
+    for step, batches in checkpoints.steps(loader):
         with run.timer("update"):
             count = all_sum(torch.stack([batch.weight_N.sum() for batch in batches]).sum())
             for i, batch in enumerate(batches):
@@ -109,8 +112,6 @@ def train(cfg: RewardConfig) -> None:
         run.log(step)
         if run.every(cfg.run.eval_every, step) and step < len(loader):
             evaluate(step)
-        if run.every(cfg.run.save_every, step):
-            checkpoint.save(run, {"reward": reward}, {"loader": loader})
 
     metrics = headline(before, evaluate(len(loader)))
     if cfg.normalise.policy:
@@ -139,9 +140,10 @@ def headline(before: Mapping[str, float], after: Mapping[str, float]) -> dict[st
 def main() -> None:
     """Entry point of the deepspeed launcher."""
     cfg = parse_config(RewardConfig, prog="step2_reward.train")
-    setup()
-    train(cfg)
-    shutdown()
+    with watched(cfg.run.watchdog):
+        setup()
+        train(cfg)
+        shutdown()
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from rlhf import checkpoint, ds_config
+from rlhf import ds_config
+from rlhf.checkpoint import Checkpoints, Stateful
 from rlhf.config import TokenizerConfig, parse_config
 from rlhf.data.batching import Batching
 from rlhf.data.dataset import PromptRow, build_dataset, report_lines
@@ -26,6 +27,7 @@ from rlhf.rollout.weights import lend_weights
 from rlhf.rules import rule_named
 from rlhf.run import Run
 from rlhf.stage import Language, choose_batching, choose_scoring, export_model, load_language
+from rlhf.watchdog import watched
 from step3_ppo.checks import kl_is_zero
 from step3_ppo.config import PPOConfig, ShapingConfig
 from step3_ppo.evaluate import answer_held_out, describe, to_samples
@@ -68,8 +70,9 @@ def train(cfg: PPOConfig) -> None:
     rows = [held_out[i] for i in evenly_spaced(len(held_out), cfg.eval.generate_rows)]
     kl_coef, scale = KLCoefficient(cfg.kl), RunningScale()
     engines = {"actor": roles.actor, "critic": roles.critic}
-    parts: dict[str, checkpoint.Stateful] = {"loader": loader, "kl_coef": kl_coef, "scale": scale}
-    checkpoint.resume(run, engines, parts)
+    parts: dict[str, Stateful] = {"loader": loader, "kl_coef": kl_coef, "scale": scale}
+    checkpoints = Checkpoints(run, engines, parts, language=language)
+    checkpoints.resume()
     voice = make_voice(cfg, language, roles)
     if voice.vllm is None:
         voice = trusted_voice(roles, voice, rows or [prompts[0]])
@@ -78,7 +81,7 @@ def train(cfg: PPOConfig) -> None:
 
     evaluate = make_evaluation(cfg, roles, voice, judges, score_batching, rows, run)
     before = run.once("before", lambda: evaluate(0, "before"))
-    for step, micro_batches in run.steps(loader):
+    for step, micro_batches in checkpoints.steps(loader):
         with run.timer("rollout"):
             mine = [row for micro in micro_batches for row in micro]
             samples, decoded = roll_out(
@@ -102,8 +105,6 @@ def train(cfg: PPOConfig) -> None:
         run.log(step)
         if run.every(cfg.run.eval_every, step) and step < len(loader):
             evaluate(step, "after")
-        if run.every(cfg.run.save_every, step):
-            checkpoint.save(run, engines, parts)
 
     metrics = headline(before, evaluate(len(loader), "after"), judges)
     parents = [cfg.actor.path, cfg.reward.path]
@@ -274,9 +275,10 @@ def headline(before: dict[str, float], after: dict[str, float], judges: Judges) 
 def main() -> None:
     """Entry point of the deepspeed launcher."""
     cfg = parse_config(PPOConfig, prog="step3_ppo.train")
-    setup()
-    train(cfg)
-    shutdown()
+    with watched(cfg.run.watchdog):
+        setup()
+        train(cfg)
+        shutdown()
 
 
 if __name__ == "__main__":

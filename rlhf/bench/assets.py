@@ -28,9 +28,9 @@ from rlhf.bench.workload import (
     words,
     write_rows,
 )
-from rlhf.checkpoint import save_model_folder
 from rlhf.config import ModelConfig
 from rlhf.data.template import load_template
+from rlhf.model_folder import save_model_folder
 from rlhf.models.build import build_causal_lm, build_reward_model
 from rlhf.stage import Language
 

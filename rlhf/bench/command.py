@@ -17,8 +17,9 @@ from rlhf.bench.jobs import Bench, environment
 from rlhf.bench.lines import Contestant, Line, select
 from rlhf.bench.process import ChildError, run_child
 from rlhf.bench.record import Sample, to_json
-from rlhf.bench.table import markdown, summary, write_section
+from rlhf.bench.table import BEGIN, END, markdown, summary
 from rlhf.bench.workload import FULL, QUICK, Sizes
+from rlhf.sections import write_section
 
 STAGES = ("sft", "reward", "ppo")
 PACKAGES = {"trl": "TRL", "transformers": "generate", "vllm": "vLLM"}
@@ -254,7 +255,7 @@ def _save(settings: Settings, report: dict[str, Any]) -> None:
     report["command"] = _shown_command(settings, report["lines"])
     artifacts.write_json(settings.json, report)
     if settings.write is not None and report["lines"]:
-        write_section(settings.write, markdown(report))
+        write_section(settings.write, markdown(report), begin=BEGIN, end=END)
 
 
 def _say(text: str) -> None:

@@ -1,7 +1,6 @@
 """The results as Markdown: what was to be reached, what each contestant measured, and what is missing. No torch."""
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from rlhf.bench.lines import Goal, Line, make_lines, reached, value_of
@@ -17,20 +16,6 @@ def markdown(report: Mapping[str, Any]) -> str:
     lines = [line for name, line in make_lines().items() if name in report["lines"]]
     parts = [_how(report), _goals(lines, report), _details(lines, report), _missing(lines, report)]
     return "\n\n".join(part for part in parts if part)
-
-
-def write_section(path: Path, text: str) -> None:
-    """Replace what stands between the two markers of a page.
-
-    Raises:
-        ValueError: the page does not have both markers, once and in order.
-    """
-    page = path.read_text(encoding="utf-8")
-    if page.count(BEGIN) != 1 or page.count(END) != 1 or page.index(BEGIN) > page.index(END):
-        raise ValueError(f"{path} does not hold the lines {BEGIN} and {END} once and in this order. Add them.")
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    path.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
 
 
 def _how(report: Mapping[str, Any]) -> str:

@@ -22,6 +22,8 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
+from rlhf import heartbeat
+
 logger = logging.getLogger(__name__)
 
 Array = npt.NDArray[Any]
@@ -57,6 +59,7 @@ class Writer:
 
     def append(self, name: str, values: Any) -> None:
         """Append values to an array."""
+        heartbeat.tick()
         data = np.ascontiguousarray(values, dtype=DTYPES[name])
         content = data.tobytes()
         self.count[name] += data.size
@@ -170,7 +173,8 @@ def _lock(path: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             logger.info("waiting for another process that tokenises the same data (%s)", path)
-            fcntl.flock(file, fcntl.LOCK_EX)
+            with heartbeat.waiting_for("the lock of the tokenised data"):
+                fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS):
                 raise

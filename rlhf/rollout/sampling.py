@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from rlhf import heartbeat
 from rlhf.config import SamplingConfig
 from rlhf.ops import transform_logits
 
@@ -80,6 +81,7 @@ class TokenChooser:
         Returns:
             As `sample_tokens`; the most likely token and log-probability 0 at temperature 0.
         """
+        heartbeat.call()
         greedy = self.sampling.temperature == 0
         # Of temperature 0 the order of tokens is all that counts, and what excludes stop tokens leaves it.
         sampling = replace(self.sampling, temperature=1.0, top_k=0, top_p=1.0) if greedy else self.sampling

@@ -23,11 +23,26 @@ STAGES = ("step1_sft", "step2_reward", "step3_ppo")
 
 # Imports inside rlhf point down, or to the same row.
 LAYERS = (
-    ("config", "data.schema", "data.formats", "data.splits", "data.toy", "schedule", "artifacts", "host", "py.typed"),
-    ("data.sources", "rules", "ds_config", "distributed", "ops", "report_plots", "report"),
-    ("metrics", "models", "data"),
-    ("engine", "run", "rollout", "checkpoint"),
-    ("stage", "bench"),
+    (
+        "config",
+        "data.schema",
+        "data.formats",
+        "data.splits",
+        "data.toy",
+        "schedule",
+        "artifacts",
+        "host",
+        "stopping",
+        "sections",
+        "procfs",
+        "heartbeat",
+        "watchdog",
+        "py.typed",
+    ),
+    ("data.sources", "rules", "ds_config", "distributed", "ops", "report_plots", "report", "states", "state_writer"),
+    ("metrics", "models", "data", "clock", "rng", "run_folder", "universal"),
+    ("engine", "run", "rollout", "checkpoint", "model_folder"),
+    ("stage", "bench", "from_state"),
     ("show", "cli"),
 )
 # Beside every module whose docstring says "No torch".
@@ -122,7 +137,7 @@ def test_the_launcher_knows_configs_only() -> None:
 
 @pytest.mark.parametrize(
     ("package", "allowed"),
-    [("deepspeed", {"rlhf.engine", "rlhf.checkpoint"}), ("torch.distributed", {"rlhf.distributed"})],
+    [("deepspeed", {"rlhf.engine", "rlhf.universal"}), ("torch.distributed", {"rlhf.distributed"})],
 )
 def test_one_user(package: str, allowed: set[str]) -> None:
     for name in MODULES:

@@ -12,6 +12,8 @@ from launch.command import stage_command
 from launch.hostfile import Host
 from launch.placement import Placement
 from launch.process import Interrupt, Outcome, catch_signals, describe_failure, exit_code, run_watched
+from launch.ranks import Ranks
+from rlhf.config import WatchdogConfig
 from rlhf.host import free_port
 
 PROGRAM = """
@@ -30,11 +32,12 @@ def launched(folder: Path, on_tick=lambda: None, interrupt: Interrupt | None = N
     (folder / "stage_program.py").write_text(PROGRAM)
     placement = Placement(hosts=(Host("localhost", (0, 1)),), num_gpus=2)
     outcome = run_watched(
-        stage_command("stage_program", folder, placement, port=free_port()),
+        stage_command("stage_program", folder, placement, port=free_port(), rank_logs=folder / "ranks"),
         environment={**os.environ, "PYTHONPATH": str(folder), "DS_ACCELERATOR": "cpu"},
         log_path=folder / "log",
         interrupt=interrupt or Interrupt(),
         on_tick=on_tick,
+        ranks=Ranks(folder / "ranks", world_size=2, config=WatchdogConfig()),
     )
     return outcome, (folder / "log").read_text()
 

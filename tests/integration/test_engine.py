@@ -5,16 +5,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from rlhf import checkpoint, ds_config, engine
+from rlhf import ds_config, engine
 from rlhf.config import OptimConfig
 from rlhf.engine import FrozenEngine, NonFiniteError, TrainEngine
+from rlhf.states import StateError
 from tests.distributed.tiny import PlainTorch, engine_of, loss_sum, num_targets, steps_of_rows, tiny_opt, train_step
+from tests.saving import Counter, TinyRun, checkpoints
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -153,58 +154,25 @@ for name in ("cpu_zero0", "cpu_zero2", "cpu_zero3"):
     assert done.stdout == "" and done.stderr == ""
 
 
-class Counter:
-    """A part of a run with a value."""
-
-    def __init__(self) -> None:
-        self.value = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.value = state["value"]
-
-
-class TinyRun(Counter):
-    """What save and resume use of a run."""
-
-    def __init__(self, folder: Any, *, resume: bool) -> None:
-        from rlhf.config import RunConfig
-
-        super().__init__()
-        self.folder = folder
-        self.config = RunConfig(out_dir=str(folder), resume=resume, keep_states=2)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"step": self.value, "value": self.value}
-
-
-def test_save_rotate_and_resume_a_run(tmp_path: Any) -> None:
-    run, part = TinyRun(tmp_path, resume=False), Counter()
+def test_save_rotate_and_resume_a_run(tmp_path: Path) -> None:
     trained = engine_of(tiny_opt(), "cpu_zero2")
-    checkpoint.resume(run, {"policy": trained}, {"part": part})  # nothing to do
+    checkpoints(TinyRun(tmp_path), {"policy": trained}).resume()  # nothing to do
     for rows in steps_of_rows(3):
         train_step(trained, rows)
-        run.value, part.value = trained.step_count, 10 * trained.step_count
-        checkpoint.save(run, {"policy": trained}, {"part": part})
+        step = trained.step_count
+        checkpoints(TinyRun(tmp_path), {"policy": trained}, part=Counter(10 * step)).save(step)
     names = sorted(path.name for path in (tmp_path / "state").iterdir())
-    assert names == ["latest", "step_00000002", "step_00000003"], "keep_states 2, nothing half-written"
-    assert (tmp_path / "state" / "latest").read_text() == "step_00000003"
+    assert names == ["step_00000002", "step_00000003", "tokenizer"], "keep_states 2, nothing half-written"
 
-    resumed, part = TinyRun(tmp_path, resume=True), Counter()
+    run, part = TinyRun(tmp_path, resume=True), Counter()
     second = engine_of(tiny_opt(seed=4), "cpu_zero2")
-    checkpoint.resume(resumed, {"policy": second}, {"part": part})
-    assert (resumed.value, part.value, second.step_count) == (3, 30, 3)
+    checkpoints(run, {"policy": second}, part=part).resume()
+    assert (run.first_step, part.value, second.step_count) == (3, 30, 3)
     first_state, second_state = trained.full_state_dict(), second.full_state_dict()
     assert first_state is not None and second_state is not None
     assert all(torch.equal(first_state[key], second_state[key]) for key in first_state)
-    with pytest.raises(ValueError, match=r"was saved with \['part'\], this run has \['loader'\]"):
-        checkpoint.resume(resumed, {"policy": second}, {"loader": part})
-    # A state that lost its files is not resumed from, and not started over either.
-    (tmp_path / "state" / "step_00000003" / "state.json").unlink()
-    with pytest.raises(FileNotFoundError, match=r"nothing to resume: .*latest names step_00000003"):
-        checkpoint.resume(resumed, {"policy": second}, {"part": part})
+    with pytest.raises(StateError, match=r"was saved with \['part'\], this run has \['loader'\]"):
+        checkpoints(run, {"policy": second}, loader=part).resume()
 
 
 def test_head_weights_initialised_under_zero3_are_sane() -> None:

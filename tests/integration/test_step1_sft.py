@@ -1,7 +1,10 @@
 """Step 1 as a whole program, in one process on the real engine."""
 
+import json
 import math
+import os
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -156,6 +159,50 @@ def test_resume_equals_an_uninterrupted_run(rows: Path, tmp_path: Path, monkeypa
     assert result(parts)["metrics"] == result(whole)["metrics"]
     assert result(parts)["num_tokens"] == result(whole)["num_tokens"]
     assert (parts / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGUSR1, signal.SIGTERM])
+def test_stopped_by_a_signal_and_resumed(
+    rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signum: signal.Signals
+) -> None:
+    """Without any cadence, between two lines of metrics: no step is lost, and the records are as if nothing was."""
+    changes = {"model__dropout": 0.1, "max_steps": 6, "run__log_every": 3}
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train(sft_config(whole, rows, **changes))
+    log = Run.log
+
+    def log_and_ask(self: Run, step: int) -> None:
+        log(self, step)
+        if step == 4:
+            os.kill(os.getpid(), signum)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "log", log_and_ask)
+        with pytest.raises(SystemExit) as stop:
+            train(sft_config(parts, rows, **changes))
+    assert stop.value.code == 75
+    assert [path.name for path in (parts / "state").glob("step_*")] == ["step_00000004"]
+    assert json.loads((parts / "progress.json").read_text())["phase"] == "stopped"
+    steps = []
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "log", lambda self, step: (steps.append(step), log(self, step)))
+        train(sft_config(parts, rows, **changes, run__resume=True))
+    assert steps == [5, 6]
+    assert metric_lines(parts) == metric_lines(whole) and len(metric_lines(parts)) == 4
+    expected, found = weights(whole / "model"), weights(parts / "model")
+    assert all(torch.equal(expected[k], found[k]) for k in expected)
+    assert result(parts)["num_tokens"] == result(whole)["num_tokens"]
+
+
+def test_keep_best_names_a_metric_that_is_written_with_each_state(rows: Path, tmp_path: Path) -> None:
+    best = {"run__keep_best": "eval/loss", "run__save_every": 1, "run__keep_states": 1, "run__eval_every": 1}
+    train(sft_config(tmp_path / "a", rows, max_steps=4, optim__lr=1e-2, **best))
+    losses = series(tmp_path / "a", "eval/loss", split="eval")[:4]  # before, and after steps 1 to 3
+    best_step = losses.index(min(losses))
+    names = {path.name for path in (tmp_path / "a" / "state").glob("step_*")}
+    assert names == {f"step_{best_step:08d}", "step_00000004"}
+    with pytest.raises(ValueError, match="metric 'eval/nothing' is not registered"):
+        train(sft_config(tmp_path / "b", rows, **{**best, "run__keep_best": "eval/nothing"}))
 
 
 def test_an_empty_evaluation_split_is_skipped_with_a_notice(rows: Path, tmp_path: Path) -> None:

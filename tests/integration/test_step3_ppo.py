@@ -14,7 +14,7 @@ from transformers.models.opt.modeling_opt import OPTDecoderLayer
 
 from rlhf.artifacts import ArtifactError, read_manifest
 from rlhf.config import TokenizerConfig
-from rlhf.engine import NonFiniteError
+from rlhf.engine import NonFiniteError, TrainEngine
 from rlhf.rollout import answers
 from rlhf.rollout.selfcheck import SelfCheck
 from rlhf.run import Run
@@ -249,7 +249,23 @@ def test_a_constant_reward_does_not_move_the_policy_far(digits: Models, tmp_path
     assert min(entropy) / entropy[0] > 0.7 and max(entropy) / entropy[0] < 1.3
 
 
-def test_resume_equals_an_uninterrupted_run(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def kill_in_update(patch: pytest.MonkeyPatch, *, after_steps: int) -> None:
+    """End the program when an optimiser has made so many steps, of all engines together."""
+    step, made = TrainEngine.step, []
+
+    def step_or_die(self: TrainEngine) -> Any:
+        if len(made) == after_steps:
+            raise Killed
+        made.append(self.role)
+        return step(self)
+
+    patch.setattr(TrainEngine, "step", step_or_die)
+
+
+@pytest.mark.parametrize("moment", ["between steps", "in the second epoch of updates"])
+def test_resume_equals_an_uninterrupted_run(
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
     """F12, F13, F14: adaptive KL, running scale, critic, both optimisers, order of prompts: equal to the bit."""
     changes = {
         "max_steps": 4,
@@ -267,7 +283,10 @@ def test_resume_equals_an_uninterrupted_run(models: Models, tmp_path: Path, monk
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train(models.config(whole, **changes))
     with monkeypatch.context() as patch:
-        kill_at(patch, Run, step=4)
+        if moment == "between steps":
+            kill_at(patch, Run, step=4)
+        else:
+            kill_in_update(patch, after_steps=3 * 16 + 11)  # a step: 2 epochs of 4 minibatches, actor and critic
         with pytest.raises(Killed):
             train(models.config(parts, **changes))
     assert len(series(parts, "ppo/score")) == 3

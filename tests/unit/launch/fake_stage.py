@@ -2,8 +2,10 @@
 
     python fake_stage.py --config resolved.yaml
 
-FAKE_STAGE holds what goes wrong, `<stage>:<what>` separated by commas: `exit3`, `kill`, `hang`, `state` (leaves a saved
-state, then exits 1), `silent` (exits 0 without a result).
+FAKE_STAGE holds what goes wrong, `<stage>:<what>` separated by commas: `exit3`, `kill`, `hang` (while it starts),
+`state` (leaves a saved state, then exits 1), `steps` (fails in its steps without one), `patient` (waits in its steps
+until it is asked to stop, then saves), `silent` (exits 0 without a result),
+`advance` (gets two steps further each time, up to 6).
 """
 
 import json
@@ -15,7 +17,7 @@ from pathlib import Path
 
 import yaml
 
-from rlhf import artifacts
+from rlhf import artifacts, heartbeat, states
 
 SAVED = {"step1_sft": "policy", "step2_reward": "reward", "step3_ppo": "policy"}
 
@@ -31,7 +33,8 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     started = out / "starts.txt"
     started.write_text((started.read_text() if started.exists() else "") + f"resume={config['run']['resume']}\n")
-    (out / "progress.json").write_text(json.dumps({"step": 1, "num_steps": 2, "loss": 0.5, "phase": "train"}))
+    phase = "start" if fault in ("hang", "exit3", "kill") else "train"
+    (out / "progress.json").write_text(json.dumps({"step": 0, "num_steps": 2, "loss": 0.5, "phase": phase}))
     if fault == "exit3":
         raise SystemExit(3)
     if fault == "kill":
@@ -39,16 +42,36 @@ def main() -> None:
     if fault == "hang":
         (out / "pid").write_text(str(os.getpid()))
         time.sleep(60)
-    if fault == "state":
-        (out / "state").mkdir(exist_ok=True)
-        (out / "state" / "step1").write_text("x")
+    if fault == "patient":
+        (out / "pid").write_text(str(os.getpid()))
+        while not (out / "stop_request").exists():
+            time.sleep(0.05)
+        (out / "progress.json").write_text(json.dumps({"step": 1, "num_steps": 2, "phase": "stopped"}))
+    if fault in ("state", "patient"):
+        save_state(out, 1)
+        raise SystemExit(75 if fault == "patient" else 1)
+    if fault == "steps":
         raise SystemExit(1)
     if fault == "silent":
         return
+    if fault == "advance":
+        step = 2 * len(started.read_text().splitlines())
+        folder = Path(os.environ["RLHF_WATCH_DIR"])
+        heartbeat.write_beat(folder, heartbeat.Beat(rank=0, world_size=2, host="h", pid=os.getpid(), step=step))
+        save_state(out, step)
+        if step < 6:
+            raise SystemExit(1)
     write_model(out / "model", stage, config["run"]["seed"])
     result = {"status": "done", "seconds": 1.5, "tokens_per_second": 100.0, "model_dir": "model"}
     metrics = {"eval_loss_before": 2.0, "eval_loss_after": 1.0, "stop_frac": 1.0, "gold_sft": 0.5, "gold_ppo": 0.75}
     artifacts.write_json(out / "result.json", {**result, "metrics": metrics})
+
+
+def save_state(out: Path, step: int) -> None:
+    """As much of a state as the launcher looks at."""
+    folder = states.path_of(states.states_of(out), step)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / states.RECORD).write_text("{}")
 
 
 def write_model(folder: Path, stage: str, seed: int) -> None:

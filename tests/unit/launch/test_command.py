@@ -8,27 +8,31 @@ from launch.command import CommandError, remote_variables, stage_command, stage_
 from launch.hostfile import Host
 from launch.placement import Placement
 
+LOGS = Path("/runs/logs/step1_sft.1")
 LOCAL = Placement(hosts=(Host("localhost", (0, 1)),), num_gpus=2)
 REMOTE = Placement(hosts=(Host("node1", (0,)), Host("node2", (0,))), hostfile=Path("/shared/nodes"))
 
 
 def test_local_command() -> None:
-    argv = stage_command("step1_sft.train", Path("/runs/a b/sft.yaml"), LOCAL, port=1234, python="/venv/bin/python")
+    argv = stage_command(
+        "step1_sft.train", Path("/runs/a b/sft.yaml"), LOCAL, port=1234, rank_logs=LOGS, python="/venv/bin/python"
+    )
     assert argv == [
         "/venv/bin/python", "-m", "deepspeed.launcher.runner", "-q", "--hostfile", "/dev/null", "--num_gpus", "2",
-        "--master_port", "1234", "--no_local_rank", "--module", "step1_sft.train", "--config", "/runs/a b/sft.yaml",
+        "--enable_each_rank_log", "/runs/logs/step1_sft.1", "--master_port", "1234", "--no_local_rank", "--module",
+        "step1_sft.train", "--config", "/runs/a b/sft.yaml",
     ]  # fmt: skip
 
 
 def test_job_hostfile_is_not_picked_up() -> None:
     """deepspeed reads /job/hostfile when it gets no --hostfile, and then runs on every machine in it."""
-    argv = stage_command("m", Path("/c"), LOCAL, port=1)
+    argv = stage_command("m", Path("/c"), LOCAL, port=1, rank_logs=LOGS)
     hostfile = Path(argv[argv.index("--hostfile") + 1])
     assert not hostfile.is_file()  # deepspeed's own test of whether there is a hostfile
 
 
 def test_remote_command() -> None:
-    argv = stage_command("step1_sft.train", Path("/shared/c.yaml"), REMOTE, port=1)
+    argv = stage_command("step1_sft.train", Path("/shared/c.yaml"), REMOTE, port=1, rank_logs=LOGS)
     assert argv[argv.index("--hostfile") + 1] == "/shared/nodes"
     assert "--force_multi" not in argv and "--num_gpus" not in argv
 
@@ -36,7 +40,7 @@ def test_remote_command() -> None:
 def test_one_remote_host_is_forced() -> None:
     """`--include node2` alone makes deepspeed run on this machine instead, and hang."""
     one = Placement(hosts=(Host("node2", (0,)),), hostfile=Path("/n"), include="node2", master_addr="10.0.0.2")
-    argv = stage_command("m", Path("/c"), one, port=1)
+    argv = stage_command("m", Path("/c"), one, port=1, rank_logs=LOGS)
     assert "--force_multi" in argv
     assert argv[argv.index("--include") + 1] == "node2" and argv[argv.index("--master_addr") + 1] == "10.0.0.2"
 
@@ -44,8 +48,8 @@ def test_one_remote_host_is_forced() -> None:
 @pytest.mark.parametrize("name", ["a b", "x;touch${IFS}f", "$(id)", "a`id`", "a&b", "é"])
 def test_remote_arguments_cannot_reach_a_shell(name: str) -> None:
     with pytest.raises(CommandError, match="pdsh does not quote"):
-        stage_command("m", Path("/runs") / name, REMOTE, port=1)
-    stage_command("m", Path("/runs") / name, LOCAL, port=1)  # no shell on this machine
+        stage_command("m", Path("/runs") / name, REMOTE, port=1, rank_logs=LOGS)
+    stage_command("m", Path("/runs") / name, LOCAL, port=1, rank_logs=LOGS)  # no shell on this machine
 
 
 def test_environment_of_a_cpu_machine() -> None:
@@ -69,11 +73,13 @@ def test_what_the_user_set_wins() -> None:
 def test_remote_variables(tmp_path: Path) -> None:
     """DeepSpeed carries few variables by itself, and its file reader crashes on a blank line or a comment."""
     file = tmp_path / ".deepspeed_env"
-    file.write_text("# cluster\n\nNCCL_DEBUG=WARN\nPATHS = /a:/b\n")
+    file.write_text("# cluster\n\nNCCL_DEBUG=WARN\nPATHS = /a:/b\nOPTIONS=-x a=1 b = 2\nEMPTY=\n")
     environment = {"NCCL_SOCKET_IFNAME": "eth0", "HF_HOME": "/hf", "HOME": "/root", "MINE": "2", "DS_ENV_FILE": "/x"}
     assert remote_variables(environment, {"MINE": "1"}, [file]) == {
         "NCCL_DEBUG": "WARN",
         "PATHS": "/a:/b",
+        "OPTIONS": "-x a=1 b = 2",
+        "EMPTY": "",
         "NCCL_SOCKET_IFNAME": "eth0",
         "HF_HOME": "/hf",
         "MINE": "2",
@@ -85,6 +91,33 @@ def test_remote_values_cannot_reach_a_shell(value: str) -> None:
     with pytest.raises(CommandError, match="HF_TOKEN holds") as caught:
         remote_variables({"HF_TOKEN": value}, {}, [])
     assert value not in str(caught.value).replace("a quote, $, `, \\, !", "")  # it may be a token
+
+
+def test_blanks_and_equals_signs_reach_the_remote_shell_whole(tmp_path: Path) -> None:
+    """What DeepSpeed's pdsh command makes of the file, read by a shell."""
+    import subprocess
+    from types import SimpleNamespace
+
+    from deepspeed.launcher.multinode_runner import PDSHRunner  # noqa: TID251  what is tested is that it takes ours
+
+    values = {"OPTIONS": "-x a=1 b = 2", "GLOB": "*", "HOME_OF": "~/x", "HASH": "a # b", "SEMI": "a; b", "EMPTY": ""}
+    runner = PDSHRunner(SimpleNamespace(user_script="", user_args=[]), "")
+    for name, value in remote_variables(values, dict.fromkeys(values, ""), []).items():
+        runner.add_export(name, value)
+    script = "".join(f"export {name}={value}; " for name, value in runner.exports.items())
+    done = subprocess.run(["bash", "-c", f"{script} env -0"], capture_output=True, check=True, cwd=tmp_path)
+    seen = dict(line.split("=", 1) for line in done.stdout.decode().split("\0") if line)
+    assert {name: seen[name] for name in values} == values
+
+
+def test_a_value_of_a_variable_file_is_refused_with_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "env"
+    file.write_text('A=1\nB="x y"\n')
+    with pytest.raises(CommandError, match=r"env:2: environment variable B holds a quote"):
+        remote_variables({}, {}, [file])
+    file.write_bytes(b"A=\xff\n")
+    with pytest.raises(CommandError, match=r"env: cannot be read as text"):
+        remote_variables({}, {}, [file])
 
 
 def test_bad_line_of_a_variable_file(tmp_path: Path) -> None:

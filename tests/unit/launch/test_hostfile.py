@@ -51,6 +51,10 @@ def test_f2_missing_file_is_an_error(tmp_path: Path) -> None:
         (b"\xef\xbb\xbfnode1 slots=1\n", r":1: starts with a byte-order mark"),
         (b"node1 slots=1\r\nnode2 slots=1\r\n", r":1: has Windows line ends"),
         (b"\x7fELF\xff\xfe\x00", r"is not UTF-8 text"),
+        ("node1 slots=\u0662\n", r":1: .*is not of the form"),
+        ("node1 slots=1\nlocalhost slots=1\n", r":2: `localhost` means another machine on each of 2 hosts"),
+        ("127.0.1.1 slots=1\nnode1 slots=1\n", r":1: `127.0.1.1` means another machine"),
+        ("node1 slots=1\nroot@::1 slots=1\n", r":2: `root@::1` means another machine"),
         ("import torch\nprint(1)\n", r":1: .*'torch' is not of the form"),
     ],
 )
@@ -63,6 +67,29 @@ def test_all_problems_are_listed_at_once(tmp_path: Path) -> None:
     with pytest.raises(HostfileError) as caught:
         read_hostfile(write(tmp_path, "a slots=0\nb slots=1\nc\nb slots=2\n"))
     assert [line.split("hostfile")[1].split(" ")[0] for line in str(caught.value).splitlines()] == [":1:", ":3:", ":4:"]
+
+
+def test_two_names_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its accelerators would be given to two sets of ranks."""
+    monkeypatch.setattr("launch.hostfile.is_local", lambda name: name in ("login", "10.0.0.1"))
+    with pytest.raises(HostfileError, match=r":3: `10.0.0.1` is this machine, as is `login` in line 1"):
+        read_hostfile(write(tmp_path, "login slots=2\nnode1 slots=2\n10.0.0.1 slots=2\n"))
+    assert len(read_hostfile(write(tmp_path, "login slots=2\nnode1 slots=2\n"))) == 2
+
+
+def test_lines_are_kept_for_what_is_found_later(tmp_path: Path) -> None:
+    hosts = read_hostfile(write(tmp_path, "# a\n\nnode1 slots=2\nnode2 slots=1\n"))
+    assert [host.line for host in hosts] == [3, 4]
+    assert [host.line for host in filter_hosts(hosts, include="node2:0")] == [4]
+
+
+def test_a_pipe_or_a_folder_is_no_hostfile(tmp_path: Path) -> None:
+    import os
+
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe"):
+        with pytest.raises(HostfileError, match="is no file"):
+            read_hostfile(path)
 
 
 HOSTS = (Host("a", (0, 1)), Host("b", (0, 1, 2, 3)), Host("c", (0,)))

@@ -14,7 +14,9 @@ import pytest
 import yaml
 
 from launch import command, pipeline
-from launch.pipeline import RunOptions, run
+from launch.pipeline import run
+from launch.plan import RunOptions
+from launch.record import run_lock
 
 FAKE_STAGE = Path(__file__).with_name("fake_stage.py")
 
@@ -24,7 +26,7 @@ LR = {stage: yaml.safe_load((RECIPE / f"{stage}.yaml").read_text())["optim"]["lr
 
 @pytest.fixture(autouse=True)
 def fake_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fake_command(module: str, config_path: Path, placement: Any, *, port: int) -> list[str]:
+    def fake_command(module: str, config_path: Path, placement: Any, *, port: int, rank_logs: Path) -> list[str]:
         return [sys.executable, str(FAKE_STAGE), "--config", str(config_path)]
 
     monkeypatch.setattr(command, "stage_command", fake_command)
@@ -45,7 +47,7 @@ def summary(options: RunOptions) -> dict[str, Any]:
 
 def logs(options: RunOptions) -> list[str]:
     assert options.out is not None
-    return sorted(path.name for path in (options.out / "logs").iterdir())
+    return sorted(path.name for path in (options.out / "logs").glob("*.log"))
 
 
 def replace(options: RunOptions, **changes: Any) -> RunOptions:
@@ -90,7 +92,8 @@ def test_changed_input_runs_its_stage_and_what_follows(options: RunOptions, caps
 
 def test_cadence_of_logs_is_no_input(options: RunOptions, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(options) == 0
-    assert run(replace(options, overrides=("--sft.run.log_every=7", "--ppo.run.tensorboard=true"))) == 0
+    changed = ("--sft.run.log_every=7", "--ppo.run.tensorboard=true", "--ppo.run.watchdog.rollout_seconds=5")
+    assert run(replace(options, overrides=changed)) == 0
     assert capsys.readouterr().out.count("skipped") == 3
 
 
@@ -156,6 +159,45 @@ def test_without_resume_an_unfinished_stage_starts_over(options: RunOptions, mon
     assert (options.out / "previous" / "step1_sft.1" / "state").is_dir()
 
 
+def test_restarts_continue_from_the_saved_state(
+    options: RunOptions, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert options.out is not None
+    monkeypatch.setenv("FAKE_STAGE", "step2_reward:advance")
+    assert run(replace(options, restarts=5, restart_delay=0)) == 0
+    out = capsys.readouterr().out
+    assert out.count("step2_reward failed") == 2 and "restart 2 of 5 in 0 s" in out
+    assert (options.out / "step2_reward" / "starts.txt").read_text() == "resume=False\n" + 2 * "resume=True\n"
+    assert [e["status"] for e in summary(options)["stages"].values()] == ["done"] * 3
+    assert summary(options)["stages"]["step2_reward"]["attempt"] == 3
+
+
+def test_restarts_end_where_nothing_is_gained(
+    options: RunOptions, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FAKE_STAGE", "step1_sft:exit3")
+    assert run(replace(options, restarts=5, restart_delay=0)) == 3
+    out = capsys.readouterr().out
+    assert "no state was saved, so it starts over" in out
+    assert "failed at step 0, the time before at step 0, so nothing was gained" in out
+    assert logs(options) == ["step1_sft.1.log", "step1_sft.2.log"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"restarts": -1}, "--restarts must be >= 0"),
+        ({"restart_delay": -1.0}, "--restart-delay must be in"),
+        ({"elastic": True}, "--elastic leaves out lost hosts at a restart: it needs --restarts and --hostfile"),
+    ],
+)
+def test_flags_of_restarts(
+    options: RunOptions, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], message: str
+) -> None:
+    assert run(replace(options, **changes)) == 2
+    assert message in capsys.readouterr().out
+
+
 def test_resume_with_other_inputs_is_refused(
     options: RunOptions, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -163,6 +205,42 @@ def test_resume_with_other_inputs_is_refused(
     assert run(options) == 1
     assert run(replace(options, resume=True, overrides=("--sft.optim.lr=0.5",))) == 2
     assert f"saved state of other inputs: optim.lr {LR['sft']} -> 0.5" in capsys.readouterr().out
+
+
+def test_resume_on_another_zero_stage_is_left_to_the_stage(
+    options: RunOptions, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The optimiser is not: unless only the weights are taken."""
+    assert options.out is not None
+    starts = options.out / "step1_sft" / "starts.txt"
+    monkeypatch.setenv("FAKE_STAGE", "step1_sft:state")
+    assert run(options) == 1
+    assert run(replace(options, resume=True, overrides=("--sft.deepspeed=cpu_zero2",))) == 1
+    assert starts.read_text().splitlines()[-1] == "resume=True"
+    lr = ("--sft.optim.lr=0.5",)
+    assert run(replace(options, resume=True, overrides=lr)) == 2
+    assert run(replace(options, resume=True, resume_weights_only=True, overrides=lr)) == 1
+    assert "continues from the weights of its saved state" in capsys.readouterr().out
+    config = yaml.safe_load((options.out / "configs" / "step1_sft.yaml").read_text())
+    assert config["run"]["resume"] and config["run"]["resume_weights_only"]
+
+
+def test_resume_that_finds_nothing_is_refused(
+    options: RunOptions, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither an empty folder nor steps that were made and not saved are started over unasked."""
+    assert run(replace(options, resume=True)) == 2
+    assert "holds no run: nothing to resume. Leave --resume out to start one." in capsys.readouterr().out
+    monkeypatch.setenv("FAKE_STAGE", "step2_reward:steps")
+    assert run(options) == 1
+    assert run(replace(options, resume=True)) == 2
+    assert "step2_reward had begun its steps, but" in capsys.readouterr().out
+    assert logs(options)[-1] == "step2_reward.1.log"
+    monkeypatch.setenv("FAKE_STAGE", "step2_reward:exit3")  # in its start: nothing is lost
+    assert run(options) == 3
+    monkeypatch.delenv("FAKE_STAGE")
+    assert run(replace(options, resume=True)) == 0
+    assert "step2_reward: ended before its first step" in capsys.readouterr().out
 
 
 def test_f9_truncated_model_is_not_accepted(options: RunOptions, capsys: pytest.CaptureFixture[str]) -> None:
@@ -207,7 +285,7 @@ def test_moved_run_is_still_finished(options: RunOptions, tmp_path: Path, capsys
 def test_two_launchers_on_one_folder(options: RunOptions, capsys: pytest.CaptureFixture[str]) -> None:
     assert options.out is not None
     options.out.mkdir()
-    with pipeline.run_lock(options.out):
+    with run_lock(options.out):
         assert run(options) == 2
     assert f"is in use by process {os.getpid()} on" in capsys.readouterr().out
     assert run(options) == 0
@@ -221,15 +299,25 @@ def test_dry_run_writes_nothing(options: RunOptions, capsys: pytest.CaptureFixtu
     assert f"lr: {LR['sft']}" in out and '"stage": 3' in out and out.count("\n$ ") == 3
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_signal_ends_the_stage(tmp_path: Path, signum: signal.Signals) -> None:
-    """Ctrl-C and SIGTERM to `rlhf run` leave no process behind, and the exit code says so."""
+@pytest.mark.parametrize(
+    ("fault", "signum", "code", "words"),
+    [
+        ("hang", signal.SIGINT, 130, "stopped by SIGINT in step1_sft"),
+        ("hang", signal.SIGTERM, 143, "stopped by SIGTERM in step1_sft"),
+        ("patient", signal.SIGINT, 130, "stopped by SIGINT in step1_sft"),
+        ("patient", signal.SIGTERM, 75, "step1_sft: stopped on request, state saved"),
+        ("patient", signal.SIGUSR1, 75, "step1_sft: stopped on request, state saved"),
+    ],
+)
+def test_signal_ends_the_stage(tmp_path: Path, fault: str, signum: signal.Signals, code: int, words: str) -> None:
+    """No process is left, and the exit code says how; a stage in its steps is asked to save where the signal allows."""
     script = (
         "import sys; from pathlib import Path; from launch import command, pipeline\n"
-        f"command.stage_command = lambda m, c, p, *, port: [sys.executable, {str(FAKE_STAGE)!r}, '--config', str(c)]\n"
-        f"sys.exit(pipeline.run(pipeline.RunOptions(recipe='tiny_cpu', out=Path({str(tmp_path / 'run')!r}))))\n"
+        "from launch.plan import RunOptions\n"
+        f"command.stage_command = lambda m, c, p, **kwargs: [sys.executable, {str(FAKE_STAGE)!r}, '--config', str(c)]\n"
+        f"sys.exit(pipeline.run(RunOptions(recipe='tiny_cpu', out=Path({str(tmp_path / 'run')!r}))))\n"
     )
-    environment = {**os.environ, "FAKE_STAGE": "step1_sft:hang", "DS_ACCELERATOR": "cpu"}
+    environment = {**os.environ, "FAKE_STAGE": f"step1_sft:{fault}", "DS_ACCELERATOR": "cpu"}
     launcher = subprocess.Popen([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True)
     pid_file = tmp_path / "run" / "step1_sft" / "pid"
     deadline = time.monotonic() + 20
@@ -238,8 +326,10 @@ def test_signal_ends_the_stage(tmp_path: Path, signum: signal.Signals) -> None:
     pid = int(pid_file.read_text())
     launcher.send_signal(signum)
     out, _ = launcher.communicate(timeout=20)
-    assert launcher.returncode == 128 + signum
-    assert f"stopped by {signum.name} in step1_sft" in out
+    assert launcher.returncode == code
+    assert words in out
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["stages"]["step1_sft"]["status"] == "interrupted"
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["stages"]["step1_sft"]["status"] == (
+        "stopped" if code == 75 else "interrupted"
+    )

@@ -26,7 +26,7 @@ def gpus(tmp_path: Path) -> Path:
 
 
 def here(flags: PlacementFlags, devices: Path, **environment: str):  # noqa: ANN201
-    return place(flags, needs_hostfile=False, default_num_gpus=2, environment=environment, devices=devices)
+    return place(flags, deployment="any", default_num_gpus=2, environment=environment, devices=devices)
 
 
 def test_local_default(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_contradictions(tmp_path: Path, flags: dict, message: str) -> None:
 
 def test_f2_multi_node_without_hostfile() -> None:
     with pytest.raises(PlacementError, match="multi_node, but no --hostfile"):
-        place(PlacementFlags(), needs_hostfile=True, default_num_gpus=8, environment={})
+        place(PlacementFlags(), deployment="multi_node", default_num_gpus=8, environment={})
 
 
 def test_hostfile(hostfile: Path, tmp_path: Path) -> None:
@@ -79,6 +79,51 @@ def test_hostfile(hostfile: Path, tmp_path: Path) -> None:
     with pytest.raises(PlacementError, match="--num_gpus 3 is above node1.invalid slots=2"):
         here(PlacementFlags(hostfile=hostfile, num_gpus=3), tmp_path)
     assert here(PlacementFlags(hostfile=hostfile, include="node2.invalid:1"), tmp_path).world_size == 1
+
+
+@pytest.mark.parametrize(
+    ("deployment", "lines", "include", "message"),
+    [
+        ("single_node", 2, "", r"single_node, but .*nodes gives 2 hosts. Keep one of them with --include"),
+        ("single_node", 2, "node1.invalid", None),
+        ("multi_node", 1, "", r"multi_node, but .*nodes names one host"),
+        ("multi_node", 2, "node1.invalid", None),
+        ("multi_node", 2, "", None),
+        ("any", 2, "", None),
+        ("any", 1, "", None),
+    ],
+)
+def test_f2_deployment_and_hostfile_agree(
+    tmp_path: Path, deployment: str, lines: int, include: str, message: str | None
+) -> None:
+    path = tmp_path / "nodes"
+    path.write_text("".join(f"node{i + 1}.invalid slots=2\n" for i in range(lines)))
+    flags = PlacementFlags(hostfile=path, include=include)
+
+    def placed() -> None:
+        place(flags, deployment=deployment, default_num_gpus=2, environment={"DS_ACCELERATOR": "cpu"})
+
+    if message is None:
+        placed()
+    else:
+        with pytest.raises(PlacementError, match=message):
+            placed()
+
+
+def test_visible_devices_and_a_hostfile(hostfile: Path, gpus: Path, tmp_path: Path) -> None:
+    """deepspeed overwrites the variable on each host: agree with it, or refuse."""
+    flags = PlacementFlags(hostfile=hostfile)
+    assert here(flags, gpus, CUDA_VISIBLE_DEVICES="0,1,2,3").world_size == 4  # as in a Slurm job of whole machines
+    with pytest.raises(PlacementError, match=r"CUDA_VISIBLE_DEVICES=2,3 hides slots \[0, 1\] of node1.invalid"):
+        here(flags, gpus, CUDA_VISIBLE_DEVICES="2,3")
+    only = PlacementFlags(hostfile=hostfile, include="node1.invalid:1@node2.invalid:1")
+    assert here(only, gpus, CUDA_VISIBLE_DEVICES="1").world_size == 2
+    assert here(flags, gpus, CUDA_VISIBLE_DEVICES="").world_size == 4  # CPU ranks
+    assert here(flags, tmp_path / "nothing", CUDA_VISIBLE_DEVICES="2").world_size == 4
+    own = tmp_path / "own"
+    own.write_text("127.0.0.1 slots=2\n")
+    with pytest.raises(PlacementError, match=r"hides slots \[0, 1\]"):
+        here(PlacementFlags(hostfile=own), gpus, CUDA_VISIBLE_DEVICES="2,3")
 
 
 def test_hostfile_of_this_machine_needs_no_ssh(tmp_path: Path) -> None:

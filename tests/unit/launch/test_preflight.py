@@ -139,3 +139,17 @@ def test_hub_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(map(is_hub_name, ("./facebook/opt", "../a", "/a/b", "a", "a/b/c", "~/a")))
     (tmp_path / "facebook" / "opt-125m").mkdir(parents=True)
     assert not is_hub_name("facebook/opt-125m")
+
+
+def test_hosts_that_do_not_answer_are_named_with_their_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ssh here answers for node1 alone."""
+    ssh = tmp_path / "bin" / "ssh"
+    ssh.parent.mkdir()
+    ssh.write_text('#!/bin/sh\n[ "$5" = node1 ]\n')
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", str(ssh.parent), prepend=":")
+    placement = Placement(hosts=(Host("node1", (0,), 1), Host("node2", (0,), 4)), hostfile=Path("/nodes"))
+    assert preflight.hosts_without_answer(placement) == ["node2"]
+    (problem,) = preflight.unreachable_hosts(placement)
+    assert problem.text.startswith("/nodes:4: host node2 does not answer `ssh -o BatchMode=yes node2 true`.")
+    assert preflight.hosts_without_answer(LOCAL) == []

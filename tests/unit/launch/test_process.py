@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from launch import process
 from launch.process import (
     Interrupt,
     Outcome,
@@ -143,6 +144,17 @@ def test_signal_handlers_are_restored() -> None:
         time.sleep(0.01)
         assert interrupt.signum == signal.SIGTERM
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_failed_host_ends_the_others_that_wait_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pdsh says that one host is down and waits for the rest, which wait for it at the rendezvous."""
+    monkeypatch.setattr(process, "_HOST_LOOK_SECONDS", 0.2)
+    monkeypatch.setattr(process, "_HOST_GRACE_SECONDS", 1.0)
+    code = "import time; print('pdsh@a: node2: ssh exited with exit code 255', flush=True); time.sleep(60)"
+    started = time.monotonic()
+    outcome = watched([sys.executable, "-c", code], tmp_path, ends_remote_ranks=True)
+    assert time.monotonic() - started < 20 and outcome.returncode == -signal.SIGTERM
+    assert describe_failure(outcome, (tmp_path / "log").read_text()) == "host node2 failed: exit code 255"
 
 
 def test_failing_host_is_named() -> None:

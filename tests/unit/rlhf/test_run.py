@@ -19,6 +19,7 @@ from rlhf.config import RunConfig
 from rlhf.data.collate import collate_sft
 from rlhf.data.dataset import SFTRow
 from rlhf.run import Run
+from rlhf.states import StateError
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,12 @@ def start(folder: Path, *, num_steps: int = 4, **run) -> Run:
 
 def lines(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def a_state(folder: Path) -> None:
+    """What a folder needs to be resumed from, as far as a run looks."""
+    (folder / "state" / "step_00000003").mkdir(parents=True)
+    (folder / "state" / "step_00000003" / "state.json").write_text("{}")
 
 
 def result(folder: Path) -> dict:
@@ -69,7 +76,7 @@ def test_a_folder_with_a_run_is_refused(tmp_path: Path) -> None:
     run.finish({}, tmp_path / "model")
     with pytest.raises(FileExistsError, match="holds a finished run"):
         start(tmp_path)
-    (tmp_path / "state" / "step_4").mkdir(parents=True)
+    a_state(tmp_path)
     start(tmp_path, resume=True)
     assert not (tmp_path / "result.json").exists()
 
@@ -186,13 +193,13 @@ def test_processor_seconds_leave_start_up_and_evaluation_out(tmp_path: Path, mon
     assert [line["time/cpu_seconds"] for line in lines(tmp_path)] == [4.0, 6.0]
 
 
-def test_lines_are_due_by_cadence_before_saves_and_at_the_end(tmp_path: Path) -> None:
-    run = start(tmp_path, num_steps=11, log_every=4, save_every=6)
+def test_lines_are_due_by_cadence_and_at_the_end(tmp_path: Path) -> None:
+    run = start(tmp_path, num_steps=11, log_every=4)
     for step in range(1, 12):
         run.metrics.add({"train/loss": (float(step), 1)})
         run.log(step)
-    assert [line["step"] for line in lines(tmp_path)] == [4, 6, 8, 11]
-    assert [line["train/loss"] for line in lines(tmp_path)] == [2.5, 5.5, 7.5, 10.0]
+    assert [line["step"] for line in lines(tmp_path)] == [4, 8, 11]
+    assert [line["train/loss"] for line in lines(tmp_path)] == [2.5, 6.5, 10.0]
     assert [step for step in range(12) if run.every(5, step)] == [5, 10]
     assert not any(run.every(0, step) for step in range(5))
 
@@ -222,7 +229,7 @@ def test_batches_count_real_tokens_and_padding(tmp_path: Path) -> None:
 def test_steps_are_numbered_by_what_has_been_done(tmp_path: Path) -> None:
     run = start(tmp_path, num_steps=3)
     assert run.first_step == 0 and list(run.steps("abcdef")) == [(1, "a"), (2, "b"), (3, "c")]
-    run.load_state_dict({**run.state_dict(), "step": 2})
+    run.load_state_dict(run.state_dict(2))
     assert run.first_step == 2 and list(run.steps("c")) == [(3, "c")]
 
 
@@ -278,37 +285,86 @@ def test_result_marks_the_stage_as_done(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "progress.json").read_text())["phase"] == "done"
 
 
-def test_F12_resumed_records_are_those_of_an_uninterrupted_run(tmp_path: Path) -> None:
+def numbers(folder: Path) -> list:
+    timing = ("time", "speed", "memory")
+    return [{k: v for k, v in line.items() if not k.startswith(timing)} for line in lines(folder)]
+
+
+@pytest.mark.parametrize("saved", [3, 4])
+def test_F12_resumed_records_are_those_of_an_uninterrupted_run(tmp_path: Path, saved: int) -> None:
+    """Saved at a line and between two lines, then on, then dead in the middle of a line."""
+
     def train(run: Run, steps: range) -> None:
         for step in steps:
             with run.timer("update"):
-                run.metrics.add({"train/loss": (float(step) ** 2, 1)})
+                run.metrics.add({"train/loss": (torch.tensor(0.1 * step**2), 3)})
+                run.metrics.set({"train/lr": 0.1 / step})
                 run.count_tokens(step)
             run.log(step)
-            run.log_eval(step, {"eval/loss": step * 1.0})
+            if step % 2 == 0:
+                run.log_eval(step, {"eval/loss": step * 1.0})
 
-    def numbers(folder: Path) -> list:
-        timing = ("time", "speed", "memory")
-        return [{k: v for k, v in line.items() if not k.startswith(timing)} for line in lines(folder)]
-
-    whole = start(tmp_path / "whole", num_steps=6)
+    whole = start(tmp_path / "whole", num_steps=6, log_every=3)
     train(whole, range(1, 7))
     whole.finish({}, tmp_path / "model")
 
     folder = tmp_path / "parts"
-    first = start(folder, num_steps=6, save_every=3)
-    train(first, range(1, 4))
-    state = json.loads(json.dumps(first.state_dict()))
-    train(first, range(4, 6))  # goes on, then dies in the middle of a line
+    first = start(folder, num_steps=6, log_every=3)
+    train(first, range(1, saved + 1))
+    state = json.loads(json.dumps([first.state_dict(saved), first.window_state()]))
+    train(first, range(saved + 1, 6))
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "spl')
-    (folder / "state" / "step_3").mkdir(parents=True)
-    second = start(folder, num_steps=6, save_every=3, resume=True)
-    second.load_state_dict(state)
-    train(second, range(4, 7))
+    a_state(folder)
+    second = start(folder, num_steps=6, log_every=3, resume=True)
+    second.load_window([state[1]])
+    second.load_state_dict(state[0])
+    train(second, range(saved + 1, 7))
     second.finish({}, folder / "model")
-    assert numbers(folder) == numbers(tmp_path / "whole")
+    assert numbers(folder) == numbers(tmp_path / "whole") and len(numbers(folder)) == 5
     assert result(folder)["num_tokens"] == result(tmp_path / "whole")["num_tokens"] == 21
+
+
+def test_the_last_evaluation_is_not_there_twice_after_a_resume(tmp_path: Path) -> None:
+    """A state of the last step was saved before the closing evaluation of the same step."""
+    first = start(tmp_path, num_steps=1)
+    first.log(1)
+    state = first.state_dict(1)
+    first.log_eval(1, {"eval/loss": 1.0})
+    a_state(tmp_path)
+    second = start(tmp_path, num_steps=1, resume=True)
+    second.load_state_dict(state)
+    second.log_eval(1, {"eval/loss": 1.0})
+    assert [line["split"] for line in lines(tmp_path)] == ["train", "eval"]
+
+
+def test_lost_lines_are_noticed(tmp_path: Path) -> None:
+    first = start(tmp_path, num_steps=2)
+    first.log(1)
+    state = first.state_dict(1)
+    (tmp_path / "metrics.jsonl").write_text("")
+    a_state(tmp_path)
+    with pytest.raises(StateError, match="metrics.jsonl has 0 bytes, but had .* lines are lost"):
+        start(tmp_path, num_steps=2, resume=True).load_state_dict(state)
+
+
+def test_open_windows_of_two_ranks_become_one(tmp_path: Path) -> None:
+    """1 of 2 and 5 of 8 tokens on two ranks are 6 of 10 on one; the slower rank's seconds, both processors'."""
+    windows = []
+    for name, (value, count) in {"a": (1.0, 2), "b": (5.0, 8)}.items():
+        run = start(tmp_path / name)
+        run.metrics.add({"train/loss": (torch.tensor(value), count)})
+        run.metrics.set({"train/lr": 0.5})
+        run.count_tokens(count)
+        windows.append(json.loads(json.dumps(run.window_state())))
+        windows[-1]["clock"] |= {"update": value, "wall": value, "cpu": value}
+    one = start(tmp_path / "one", num_steps=1)
+    one.load_window(windows)
+    one.log(1)
+    line = lines(tmp_path / "one")[0]
+    assert line["train/loss"] == pytest.approx(0.6) and line["train/lr"] == 0.5
+    assert line["time/update_seconds"] == 5.0 and line["time/step_seconds"] == 5.0 and line["time/cpu_seconds"] == 6.0
+    assert line["speed/tokens_per_second"] == 2.0
 
 
 def test_log_goes_on_in_the_same_file_and_carries_the_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from rlhf.bench.lines import make_lines
-from rlhf.bench.table import BEGIN, END, markdown, summary, write_section
+from rlhf.bench.table import BEGIN, END, markdown, summary
+from rlhf.sections import write_section
 
 
 def cells(text: str, start: str) -> list[str]:
@@ -57,8 +58,8 @@ def test_section_is_replaced_and_the_page_kept(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"# Title\n\n{BEGIN}\nold\n{END}\n\nafter\n")
     for text in ("one", "two"):
-        write_section(page, text)
+        write_section(page, text, begin=BEGIN, end=END)
         assert page.read_text() == f"# Title\n\n{BEGIN}\n{text}\n{END}\n\nafter\n"
     page.write_text(f"{END}\n{BEGIN}\n")
     with pytest.raises(ValueError, match="once and in this order"):
-        write_section(page, "x")
+        write_section(page, "x", begin=BEGIN, end=END)

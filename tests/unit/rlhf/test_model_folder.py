@@ -1,11 +1,9 @@
-"""Model folders and random generators in one process without a group; states and ranks: tests/distributed."""
+"""Model folders in one process without a group; from ranks: tests/distributed."""
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -18,7 +16,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from rlhf import checkpoint
+from rlhf.model_folder import save_model_folder
 
 VOCAB = 40
 SIZES: dict[str, dict[str, Any]] = {
@@ -54,7 +52,7 @@ def test_round_trip_of_each_family(family: str, tmp_path: Path, tokenizer: PreTr
     """E12, A27: the same logits from the folder alone; its name says another architecture than its config."""
     folder = tmp_path / "llama-team" / "bloom"
     model = tiny(family).eval()
-    checkpoint.save_model_folder(model, model.state_dict(), tokenizer, folder, stop_token_id=7)
+    save_model_folder(model, model.state_dict(), tokenizer, folder, stop_token_id=7)
     loaded, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert type(loaded) is type(model)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
@@ -68,7 +66,7 @@ def test_round_trip_of_each_family(family: str, tmp_path: Path, tokenizer: PreTr
 def test_a_reward_model_and_bf16(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     model = tiny("opt", AutoModelForSequenceClassification, num_labels=1).to(torch.bfloat16).eval()
     folder = tmp_path / "model"
-    checkpoint.save_model_folder(model, model.state_dict(), tokenizer, folder, stop_token_id=2)
+    save_model_folder(model, model.state_dict(), tokenizer, folder, stop_token_id=2)
     assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
     loaded = AutoModelForSequenceClassification.from_pretrained(folder).eval()
     assert loaded.dtype == torch.bfloat16 and loaded.config.num_labels == 1
@@ -90,12 +88,12 @@ def test_weights_that_do_not_fit_leave_the_former_folder_alone(
     change: Any, message: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     model, folder = tiny("llama"), tmp_path / "model"
-    checkpoint.save_model_folder(model, model.state_dict(), tokenizer, folder, stop_token_id=2)
+    save_model_folder(model, model.state_dict(), tokenizer, folder, stop_token_id=2)
     before = (folder / "model.safetensors").read_bytes()
     state = dict(model.state_dict())
     change(state)
     with pytest.raises(ValueError, match=message):
-        checkpoint.save_model_folder(model, state, tokenizer, folder, stop_token_id=2)
+        save_model_folder(model, state, tokenizer, folder, stop_token_id=2)
     assert (folder / "model.safetensors").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
@@ -107,7 +105,7 @@ def test_a_config_that_does_not_describe_the_weights_is_found(
     model = tiny("llama")
     model.config.vocab_size = VOCAB + 8
     with pytest.raises(ValueError, match=r"wrong shapes .*\(40, 16\) for \(48, 16\)"):
-        checkpoint.save_model_folder(model, model.state_dict(), tokenizer, tmp_path / "model", stop_token_id=2)
+        save_model_folder(model, model.state_dict(), tokenizer, tmp_path / "model", stop_token_id=2)
 
 
 def test_what_is_read_back_is_compared(
@@ -125,7 +123,7 @@ def test_what_is_read_back_is_compared(
 
     monkeypatch.setattr(type(model), "save_pretrained", lossy)
     with pytest.raises(ValueError, match="model.norm.weight differs from the weights after writing"):
-        checkpoint.save_model_folder(model, model.state_dict(), tokenizer, tmp_path / "model", stop_token_id=2)
+        save_model_folder(model, model.state_dict(), tokenizer, tmp_path / "model", stop_token_id=2)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -138,19 +136,5 @@ def test_finish_sees_a_complete_folder_under_its_temporary_name(
         (folder / "manifest.json").write_text("{}")
 
     model = tiny("llama")
-    checkpoint.save_model_folder(
-        model, model.state_dict(), tokenizer, tmp_path / "model", stop_token_id=2, finish=finish
-    )
+    save_model_folder(model, model.state_dict(), tokenizer, tmp_path / "model", stop_token_id=2, finish=finish)
     assert (tmp_path / "model" / "manifest.json").read_text() == "{}"
-
-
-def test_random_generators_go_on_where_they_were() -> None:
-    def draws() -> tuple[float, float, float, float]:
-        return random.random(), float(np.random.rand()), torch.rand(1).item(), torch.randn(1).item()  # noqa: NPY002
-
-    random.gauss(0, 1)  # leaves a second value behind, which is state too
-    state = json.loads(json.dumps(checkpoint._rng_state()))
-    expected = [draws(), draws()]
-    draws()
-    checkpoint._set_rng_state(state)
-    assert [draws(), draws()] == expected

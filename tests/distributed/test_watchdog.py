@@ -1,4 +1,5 @@
-"""Ranks that hang, are stopped, or lose their launcher, under the real `deepspeed` launcher. Four launches; one is slow.
+"""Ranks that hang, are stopped, or lose their launcher, under the real `deepspeed` launcher. Five launches,
+one of them slow.
 
 The program is a loop of collectives with the heartbeat of a stage; tests/pipeline/test_chaos.py does it to step 3.
 """
@@ -159,7 +160,8 @@ def test_nothing_goes_on_without_its_launcher(tmp_path: Path, victim: str) -> No
         time.sleep(0.2)
     assert not alive(state.session)
     if victim == "rlhf run":
-        assert "ends: `rlhf run` is gone" in next((tmp_path / "ranks").glob("*_rank0.log")).read_text()
+        logs = [path.read_text() for path in (tmp_path / "ranks").glob("*_rank?.log")]
+        assert any("ends: `rlhf run` is gone" in log for log in logs)  # the other may see its connection end first
     runner.wait(timeout=60)
 
 

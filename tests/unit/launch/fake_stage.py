@@ -35,13 +35,7 @@ def main() -> None:
     started.write_text((started.read_text() if started.exists() else "") + f"resume={config['run']['resume']}\n")
     phase = "start" if fault in ("hang", "exit3", "kill") else "train"
     (out / "progress.json").write_text(json.dumps({"step": 0, "num_steps": 2, "loss": 0.5, "phase": phase}))
-    if fault == "exit3":
-        raise SystemExit(3)
-    if fault == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if fault == "hang":
-        (out / "pid").write_text(str(os.getpid()))
-        time.sleep(60)
+    fail_at_start(fault, out)
     if fault == "patient":
         (out / "pid").write_text(str(os.getpid()))
         while not (out / "stop_request").exists():
@@ -65,6 +59,16 @@ def main() -> None:
     result = {"status": "done", "seconds": 1.5, "tokens_per_second": 100.0, "model_dir": "model"}
     metrics = {"eval_loss_before": 2.0, "eval_loss_after": 1.0, "stop_frac": 1.0, "gold_sft": 0.5, "gold_ppo": 0.75}
     artifacts.write_json(out / "result.json", {**result, "metrics": metrics})
+
+
+def fail_at_start(fault: str | None, out: Path) -> None:
+    if fault == "exit3":
+        raise SystemExit(3)
+    if fault == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "hang":
+        (out / "pid").write_text(str(os.getpid()))
+        time.sleep(60)
 
 
 def save_state(out: Path, step: int) -> None:

@@ -23,9 +23,9 @@ from tests.stages import ds_json, ppo_config, reward_config, series, sft_config,
 
 # Of each setting: fields of the data section, and the rows of a padded micro-batch.
 BATCHINGS: dict[str, tuple[dict[str, Any], int]] = {
-    "few_tokens": ({"packing": "on", "micro_batch_tokens": 48}, 1),
+    "few_tokens": ({"packing": "on", "micro_batch_tokens": 80}, 1),
     "many_tokens": ({"packing": "on", "micro_batch_tokens": 4096}, 1),
-    "padded": ({"packing": "off"}, 2),
+    "padded": ({"packing": "off"}, 3),
 }
 REFERENCE = "zero0_all_padded_1"
 NO_EVAL = {"eval__max_rows": 0, "eval__generate_rows": 0}
@@ -111,8 +111,8 @@ def two_rank_job(folder: Path) -> None:
 def runs(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("fast_path")
     write_rows(folder / "rows.jsonl", yes_rows(40))
-    ranks(one_rank_job, world_size=1, timeout=200, folder=folder)
-    ranks(two_rank_job, world_size=2, timeout=200, folder=folder)
+    ranks(one_rank_job, world_size=1, timeout=300, folder=folder)
+    ranks(two_rank_job, world_size=2, timeout=300, folder=folder)
     return folder
 
 

@@ -22,6 +22,7 @@ from rlhf.stage import CPU_SCORE_TOKENS, load_language
 from step1_sft.train import train as train_sft
 from step2_reward.train import train as train_reward
 from step3_ppo import roles as roles_module
+from step3_ppo import rollout as rollout_module
 from step3_ppo import train as program
 from step3_ppo.checks import PolicyMismatchError
 from step3_ppo.experience import Experience, ScoredSequence
@@ -373,6 +374,23 @@ def test_scoring_has_a_budget_of_its_own(models: Models, tmp_path: Path) -> None
     language = load_language(cfg.data, TokenizerConfig(), cfg.actor, stage="ppo")
     scoring, training = program.make_batchings(cfg, language, roles_module.load_ds_configs(cfg))
     assert (training.max_tokens, scoring.max_tokens) == (40, CPU_SCORE_TOKENS)
+
+
+def test_samples_of_one_prompt_are_scored_together(
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four samples of four prompts in a budget of a few: one prompt to each micro-batch. Evaluation's are empty."""
+    batches = []
+    collate = rollout_module.collate_responses
+
+    def spy(prompt_ids: Any, response_ids: Any, **named: Any) -> Any:
+        batches.append({tuple(prompt) for prompt in prompt_ids})
+        return collate(prompt_ids, response_ids, **named)
+
+    monkeypatch.setattr(rollout_module, "collate_responses", spy)
+    sizes = {"rollout__prompts_per_step": 4, "rollout__samples_per_prompt": 4, "update__minibatch_size": 16}
+    train(models.config(tmp_path / "ppo", max_steps=1, data__score_micro_batch_tokens=80, **sizes, **NO_EVAL))
+    assert [len(prompts) for prompts in batches if prompts] == [1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("stage", ["cpu_zero0", "cpu_zero3_hybrid"])

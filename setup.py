@@ -36,7 +36,7 @@ setup(
         "safetensors>=0.5,<1",
         "tensorboard>=2.15,<3",
         "tokenizers>=0.22,<1",
-        "torch>=2.8,<2.14",
+        "torch>=2.13,<2.14",
         # 5.20 and later are not yet accepted by vllm, which shares the environment of the rollout.
         "transformers>=5.16.1,<5.20",
         "wandb>=0.19,<1",

@@ -58,7 +58,7 @@ def sft(folder: Path, name: str, **changes: Any) -> None:
     sft_program.train(cfg)
 
 
-def reward(folder: Path, name: str) -> None:
+def reward(folder: Path, name: str, **changes: Any) -> None:
     base = folder / "sft_cpu_zero0_1/model"
     cfg = reward_config(
         folder / f"rm_{name}_{distributed.world_size()}",
@@ -71,6 +71,7 @@ def reward(folder: Path, name: str) -> None:
         data__split__ppo=0.4,
         normalise__policy=str(base),
         normalise__deepspeed="cpu_frozen" if name == "cpu_zero0" else "cpu_frozen_zero3",
+        **changes,
     )
     reward_program.train(cfg)
 
@@ -260,6 +261,53 @@ def resume_job(folder: Path) -> None:
         with pytest.raises(Killed):
             ppo(folder, name, **parts)
     ppo(folder, name, **parts, run__resume=True)
+
+
+PROGRAMS = {"sft": (sft, sft_program, 5), "rm": (reward, reward_program, 3), "ppo": (ppo, ppo_program, 2)}
+"""What runs a stage, its module, and the step in which it is killed; the state is that of the step before."""
+
+
+def begin_job(folder: Path, where: str, name: str) -> None:
+    """All three stages until they are killed."""
+    engine.setup(timeout_seconds=60)
+    for stage, (run, program, step) in PROGRAMS.items():
+        with pytest.MonkeyPatch.context() as patch:
+            kill_at(patch, program.Run, step=step)
+            with pytest.raises(Killed):
+                run(folder, name, run__out_dir=str(folder / f"{stage}_{where}"), run__save_every=step - 1)
+
+
+def go_on_job(folder: Path, where: str, name: str) -> list[int]:
+    """The same runs resumed, on other ranks and another ZeRO stage; how many steps each makes."""
+    engine.setup(timeout_seconds=60)
+    made = []
+    for stage, (run, program, _) in PROGRAMS.items():
+        log, steps = program.Run.log, []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(program.Run, "log", lambda self, n, log=log, steps=steps: (steps.append(n), log(self, n)))
+            run(folder, name, run__out_dir=str(folder / f"{stage}_{where}"), run__save_every=99, run__resume=True)
+        made.append(steps[0])
+    return made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("first", "second"), [((2, "cpu_zero3"), (1, "cpu_zero0")), ((1, "cpu_zero2"), (2, "cpu_zero3"))]
+)
+def test_e20_all_stages_go_on_with_other_ranks_and_zero_stages(
+    runs: Runs, first: tuple[int, str], second: tuple[int, str]
+) -> None:
+    """E20: begun on 2 ranks and finished on one, and the reverse: the run that one rank made, rows and all."""
+    runs.after(one_rank_job, world_size=1)
+    where = f"{first[0]}_to_{second[0]}"
+    runs.ranks(begin_job, world_size=first[0], timeout=200, folder=runs.folder, where=where, name=first[1])
+    made = runs.ranks(go_on_job, world_size=second[0], timeout=200, folder=runs.folder, where=where, name=second[1])
+    assert made[0] == [5, 3, 2], "no step is made twice"
+    for stage in ("sft", "rm", "ppo"):
+        one, two = runs.folder / f"{stage}_cpu_zero0_1", runs.folder / f"{stage}_{where}"
+        assert_same_run(one, two, rel=1e-4, weight=2e-5)
+        if stage != "ppo":
+            assert result(one)["num_tokens"] == result(two)["num_tokens"]
 
 
 def stop_at_once_job(folder: Path) -> list[list[int]]:

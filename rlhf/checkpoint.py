@@ -19,11 +19,12 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from rlhf import artifacts, distributed, heartbeat, states
-from rlhf.artifacts import Contract, FileEntry
+from rlhf.artifacts import Contract
 from rlhf.config import RunConfig
 from rlhf.engine import TrainEngine
 from rlhf.metrics import lookup
 from rlhf.rng import rng_state, set_rng_state
+from rlhf.state_checks import newest_intact, read_back, writing
 from rlhf.state_writer import StateWriter
 from rlhf.states import StateError
 from rlhf.stopping import EXIT_STOPPED, StopRequest
@@ -186,7 +187,7 @@ class Checkpoints:
         self.wait()
         self._last_save = started = time.monotonic()
         part = states.part_of(self.folder, step)
-        with _writing(self.folder, step):
+        with writing(self.folder, step):
             if distributed.is_main():
                 states.discard_parts(self.folder)
                 (part / "ranks").mkdir(parents=True)
@@ -196,7 +197,7 @@ class Checkpoints:
         writer = StateWriter(part, beside=self.run.config.save_async)
         for name, engine in self.engines.items():
             engine.save_state(part, name, writer)
-        with _writing(self.folder, step):
+        with writing(self.folder, step):
             own = {"rng": rng_state(), "window": self.run.window_state()}
             artifacts.write_json(part / "ranks" / f"{distributed.rank()}.json", own)
         record = _frozen({
@@ -223,10 +224,10 @@ class Checkpoints:
             return
         pending, self._pending = self._pending, None
         part, target = states.part_of(self.folder, pending.step), states.path_of(self.folder, pending.step)
-        with _writing(self.folder, pending.step):
+        with writing(self.folder, pending.step):
             pending.writer.wait()
-        files = _read_back(self.folder, pending.step, pending.writer.entries)
-        with _writing(self.folder, pending.step):
+        files = read_back(self.folder, pending.step, pending.writer.entries)
+        with writing(self.folder, pending.step):
             if distributed.is_main():
                 entries = {name: vars(entry) for name, entry in sorted(files.items())}
                 states.publish(part, target, {**pending.record, "files": entries})
@@ -333,37 +334,6 @@ class Checkpoints:
 
 
 @contextmanager
-def _writing(folder: Path, step: int) -> Iterator[None]:
-    """A block that writes; an OSError on any rank is a StateError on all, which says what is left and what to do."""
-    fault = ""
-    try:
-        yield
-    except OSError as error:
-        fault = _explain(folder, step, error)
-    except StateError as error:
-        fault = str(error)
-    try:
-        distributed.same_on_all(not fault, fault, error=StateError)
-    except StateError:
-        if distributed.is_main():
-            shutil.rmtree(states.part_of(folder, step), ignore_errors=True)
-        raise
-
-
-def _explain(folder: Path, step: int, error: OSError) -> str:
-    found = states.complete(folder)
-    newest = f"{found[-1].name} is intact, --resume goes on from it" if found else "there is no earlier state"
-    where = folder
-    while not where.exists():
-        where = where.parent
-    free = shutil.disk_usage(where).free / 1e6
-    return (
-        f"the state of step {step} could not be written under {folder}: {error}. {free:.0f} MB are free there. Make "
-        f"room, lower run.keep_states or correct the permissions; {newest}."
-    )
-
-
-@contextmanager
 def _scratch(path: Path) -> Iterator[Path]:
     """A folder that rank 0 makes and removes. Collective."""
     with distributed.together(f"making {path}"):
@@ -374,74 +344,6 @@ def _scratch(path: Path) -> Iterator[Path]:
     distributed.barrier()
     if distributed.is_main():
         shutil.rmtree(path, ignore_errors=True)
-
-
-def newest_intact(folder: Path) -> tuple[Path, dict[str, Any]]:
-    """The newest state whose files are what was written, and its record. Collective; each rank reads its share.
-
-    Damaged ones that are newer are renamed, with a warning that says what is wrong with each.
-
-    Raises:
-        StateError: on all ranks, there is none.
-    """
-    damaged: list[str] = []
-    while True:
-        found = distributed.broadcast_object([path.name for path in states.complete(folder)])
-        if not found:
-            said = "".join(f"\n  - {fault}" for fault in damaged)
-            raise StateError(
-                f"nothing to resume: {folder} holds no intact state.{said} Set run.resume=false to start over, or "
-                "point run.out_dir at a run with a saved state (run.save_every or run.save_minutes above 0)."
-            )
-        state = folder / found[-1]
-        record, fault = _inspect(state)
-        if record is not None:
-            return state, record
-        damaged.append(fault)
-        logger.warning("%s. It is set aside; the state before it is tried.", fault)
-        with distributed.together(f"setting {state} aside"):
-            if distributed.is_main():
-                states.set_damaged_aside(state)
-
-
-def _inspect(state: Path) -> tuple[dict[str, Any] | None, str]:
-    """The record if all files are intact, else None and what is wrong. Collective."""
-    record, fault = None, ""
-    if distributed.is_main():
-        try:
-            record = states.read_record(state)
-        except StateError as error:
-            fault = str(error)
-    record, fault = distributed.broadcast_object((record, fault))
-    if record is None:
-        return None, fault
-    files = states.files_of(record)
-    mine = states.share_of(list(files), rank=distributed.rank(), world_size=distributed.world_size())
-    found = [states.fault_of(state, name, files[name]) for name in mine]
-    faults = [fault for part in distributed.all_gather_objects(found) for fault in part if fault]
-    return (None, "; ".join(faults)) if faults else (record, "")
-
-
-def _read_back(folder: Path, step: int, written: Mapping[str, FileEntry]) -> dict[str, FileEntry]:
-    """Every file of a part with its hash; those of the writers compared with what left memory. Collective.
-
-    Raises:
-        StateError: on all ranks, the disk holds something else.
-    """
-    part = states.part_of(folder, step)
-    known: dict[str, FileEntry] = {}
-    for entries in distributed.all_gather_objects(dict(written)):
-        known.update(entries)
-    names = distributed.broadcast_object([p.relative_to(part).as_posix() for p in part.rglob("*") if p.is_file()])
-    mine = states.share_of(names, rank=distributed.rank(), world_size=distributed.world_size())
-    found: dict[str, FileEntry] = {}
-    with _writing(folder, step):
-        found.update({name: artifacts.entry_of(part / name) for name in mine})
-        wrong = [name for name, entry in found.items() if known.get(name, entry) != entry]
-        wrong += sorted(known.keys() - set(names))
-        if wrong:
-            raise StateError(f"{part / wrong[0]} is not what was written. Check the disk.")
-    return {name: entry for share in distributed.all_gather_objects(found) for name, entry in share.items()}
 
 
 def _frozen(value: dict[str, Any]) -> dict[str, Any]:

@@ -107,12 +107,13 @@ class Loader(Generic[RowT_co]):
         Raises:
             ValueError: another seed, other rows or other weights, whose order would be another.
         """
-        for name, value in (("seed", self.seed), ("rows", self.dataset.key), ("draws", self.draws)):
-            if state[name] != value:
-                raise ValueError(
-                    f"the saved loader had {name}={state[name]}, this run has {value}: it cannot continue in the same "
-                    "order. Restore the data section and run.seed, or start a new run."
-                )
+        own = {"seed": self.seed, "rows": self.dataset.key, "draws": self.draws}
+        changed = [f"{name}={state[name]}, this run has {value}" for name, value in own.items() if state[name] != value]
+        if changed:
+            raise ValueError(
+                f"the saved loader had {'; '.join(changed)}: it cannot continue in the same order. Restore the data "
+                "section and run.seed, or start a new run."
+            )
         self.consumed_rows = int(state["consumed_rows"])
 
     def _epoch_order(self, epoch: int) -> npt.NDArray[np.int64]:

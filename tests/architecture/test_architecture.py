@@ -40,7 +40,7 @@ LAYERS = (
         "py.typed",
     ),
     ("data.sources", "rules", "ds_config", "distributed", "ops", "report_plots", "report", "states", "state_writer"),
-    ("metrics", "models", "data", "clock", "rng", "run_folder", "universal"),
+    ("metrics", "models", "data", "clock", "rng", "run_folder", "universal", "state_checks"),
     ("engine", "run", "rollout", "checkpoint", "model_folder"),
     ("stage", "bench", "from_state"),
     ("show", "cli"),

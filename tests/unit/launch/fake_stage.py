@@ -35,17 +35,8 @@ def main() -> None:
     started.write_text((started.read_text() if started.exists() else "") + f"resume={config['run']['resume']}\n")
     phase = "start" if fault in ("hang", "exit3", "kill") else "train"
     (out / "progress.json").write_text(json.dumps({"step": 0, "num_steps": 2, "loss": 0.5, "phase": phase}))
-    fail_at_start(fault, out)
-    if fault == "patient":
-        (out / "pid").write_text(str(os.getpid()))
-        while not (out / "stop_request").exists():
-            time.sleep(0.05)
-        (out / "progress.json").write_text(json.dumps({"step": 1, "num_steps": 2, "phase": "stopped"}))
-    if fault in ("state", "patient"):
-        save_state(out, 1)
-        raise SystemExit(75 if fault == "patient" else 1)
-    if fault == "steps":
-        raise SystemExit(1)
+    if fault is not None:
+        go_wrong(fault, out)
     if fault == "silent":
         return
     if fault == "advance":
@@ -61,7 +52,8 @@ def main() -> None:
     artifacts.write_json(out / "result.json", {**result, "metrics": metrics})
 
 
-def fail_at_start(fault: str | None, out: Path) -> None:
+def go_wrong(fault: str, out: Path) -> None:
+    """What ends the program before its work, or delays it."""
     if fault == "exit3":
         raise SystemExit(3)
     if fault == "kill":
@@ -69,6 +61,16 @@ def fail_at_start(fault: str | None, out: Path) -> None:
     if fault == "hang":
         (out / "pid").write_text(str(os.getpid()))
         time.sleep(60)
+    if fault == "patient":
+        (out / "pid").write_text(str(os.getpid()))
+        while not (out / "stop_request").exists():
+            time.sleep(0.05)
+        (out / "progress.json").write_text(json.dumps({"step": 1, "num_steps": 2, "phase": "stopped"}))
+    if fault in ("state", "patient"):
+        save_state(out, 1)
+        raise SystemExit(75 if fault == "patient" else 1)
+    if fault == "steps":
+        raise SystemExit(1)
 
 
 def save_state(out: Path, step: int) -> None:

@@ -11,7 +11,6 @@ import logging
 import os
 import platform
 import random
-import resource
 import shlex
 import sys
 import time
@@ -25,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhf import artifacts, distributed, host
+from rlhf import artifacts, distributed, host, memory
 from rlhf.config import RunConfig, save_config, to_dict
 from rlhf.data.collate import Sequences
 from rlhf.metrics import Accumulator, JsonlSink, Sink, TensorBoardSink, WandbSink, lookup, split_finite
@@ -340,7 +339,7 @@ class Run:
         lap = self._clock.lap()
         reduced = self.metrics.reduce(
             totals={"tokens": self._tokens, "cpu": self._clock.cpu_lap()},
-            maxima={**lap, "startup": startup, "memory": float(peak_memory_bytes())},
+            maxima={**lap, "startup": startup, "memory": float(memory.peak_bytes())},
         )
         self._tokens = 0
         tokens, seconds = reduced.totals["tokens"], dict(reduced.maxima)
@@ -404,14 +403,6 @@ def environment(*, stage: str, seed: int) -> dict[str, Any]:
         "git_commit": artifacts.git_commit(),
         "versions": artifacts.versions(),
     }
-
-
-def peak_memory_bytes() -> int:
-    """Most accelerator memory allocated so far by this process, or its largest resident set without an accelerator."""
-    if distributed.device().type != "cpu":
-        return int(torch.get_device_module(distributed.device()).max_memory_allocated())
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # kilobytes on Linux
 
 
 def _claim_folder(folder: Path, *, resume: bool) -> None:

@@ -6,7 +6,8 @@ Run with `deepspeed --module step3_ppo.train --config ppo.yaml`, or as one plain
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -17,12 +18,16 @@ from rlhf.config import TokenizerConfig, parse_config
 from rlhf.data.batching import Batching
 from rlhf.data.dataset import PromptRow, build_dataset, report_lines
 from rlhf.data.loader import Loader, evenly_spaced
-from rlhf.distributed import all_gather_objects, rank, shutdown, world_size
+from rlhf.distributed import all_gather_objects, all_max, device, rank, shutdown, world_size
 from rlhf.engine import setup
+from rlhf.memory import measure_growth
+from rlhf.models.build import read_config
 from rlhf.rollout.answers import Voice
+from rlhf.rollout.plan import Demand, MemoryPlan
 from rlhf.rollout.selfcheck import check_greedy
+from rlhf.rollout.split import check_split
 from rlhf.rollout.vllm import VLLMEngine
-from rlhf.rollout.weights import lend_weights
+from rlhf.rollout.weights import Lending, choose_lending, lend_weights
 from rlhf.rules import rule_named
 from rlhf.run import Run
 from rlhf.stage import Language, choose_batching, choose_scoring, export_model, load_language
@@ -45,6 +50,7 @@ def train(cfg: PPOConfig) -> None:
     ds = load_ds_configs(cfg)
     language = load_language(cfg.data, TokenizerConfig(), cfg.actor, stage="ppo")
     check_language(cfg, language)
+    check_rollout(cfg, language, ds["actor"])
     prompts = build_dataset(
         cfg.data, stage="ppo", part="train", template=language.template, tokenizer=language.tokenizer
     )
@@ -71,7 +77,9 @@ def train(cfg: PPOConfig) -> None:
     parts: dict[str, checkpoint.Stateful] = {"loader": loader, "kl_coef": kl_coef, "scale": scale}
     checkpoint.resume(run, engines, parts)
     voice = make_voice(cfg, language, roles)
+    plan = None
     if voice.vllm is None:
+        voice, plan = fitted_voice(cfg, roles, voice)
         voice = trusted_voice(roles, voice, rows or [prompts[0]])
     dtype = ds_config.dtype_name(ds["actor"])
     score_batching, update_batching = make_batchings(cfg, language, ds)
@@ -79,11 +87,12 @@ def train(cfg: PPOConfig) -> None:
     evaluate = make_evaluation(cfg, roles, voice, judges, score_batching, rows, run)
     before = run.once("before", lambda: evaluate(0, "before"))
     for step, micro_batches in run.steps(loader):
-        with run.timer("rollout"):
+        with run.timer("rollout"), rollout_memory(run, plan):
             mine = [row for micro in micro_batches for row in micro]
             samples, decoded = roll_out(
                 roles, voice, mine, samples_per_prompt=cfg.rollout.samples_per_prompt, seed=cfg.run.seed, step=step
             )
+        plan = None
         with run.timer("score"):
             sequences = score_responses(
                 roles, voice, samples, judges, batching=score_batching, rescore=cfg.rollout.old_logprobs == "rescore"
@@ -94,7 +103,10 @@ def train(cfg: PPOConfig) -> None:
             kl_BR = penalty_kl(sequences, cfg.kl.estimator)
             experience = to_experience(sequences, score_B, kl_BR, kl_coef=kl_coef.value, gae_config=cfg.gae)
         with run.timer("update"):
-            update(roles, experience, voice, cfg.update, run, batching=update_batching, step=step, dtype=dtype)
+            update(
+                roles, experience, voice, cfg.update, run, batching=update_batching, step=step, dtype=dtype,
+                rollout_dtype=cfg.rollout.dtype or dtype,
+            )  # fmt: skip
         values = summarise(experience, kl_coef=kl_coef.value)
         run.metrics.set({**values, **describe_decoding(decoded)})
         kl_coef.update(values["ppo/kl_ref"], num_sequences=len(sequences))
@@ -120,9 +132,60 @@ def make_voice(cfg: PPOConfig, language: Language, roles: Roles) -> Voice:
         sampling=cfg.sampling,
         max_new_tokens=cfg.data.max_response_tokens,
         batch_size=cfg.rollout.batch_size,
-        gathered=roles.actor.hybrid_engine.enabled,
+        lending=Lending(dtype=rollout_dtype(cfg)),
         vllm=make_vllm(cfg, language, roles) if cfg.rollout.engine == "vllm" else None,
     )
+
+
+def check_rollout(cfg: PPOConfig, language: Language, actor_ds: Mapping[str, Any]) -> None:
+    """Check that the rollout fits the actor, before a weight is loaded, and warn of what is allowed but biased.
+
+    Raises:
+        ValueError: it does not.
+    """
+    trained_in = ds_config.dtype_name(actor_ds)
+    cfg.check_rollout(trained_in=trained_in, zero_stage=ds_config.zero_stage(actor_ds), world_size=world_size())
+    if cfg.rollout.tensor_parallel is not None and cfg.rollout.tensor_parallel > 1:
+        shape = read_config(model_configs(cfg)["actor"], language.tokenizer).to_dict()
+        check_split(shape, cfg.rollout.tensor_parallel)
+    if cfg.rollout.dtype not in (None, trained_in) and not cfg.update.importance_cap:
+        logger.warning(
+            "rollout.dtype=%s draws from a policy that rounds otherwise than the one trained in %s, and nothing weighs "
+            "the difference. Set update.importance_cap=2, or watch ppo/logprob_gap.", cfg.rollout.dtype, trained_in,
+        )  # fmt: skip
+
+
+def rollout_dtype(cfg: PPOConfig) -> torch.dtype | None:
+    """Type of the weights that decode, if the config names one."""
+    return None if cfg.rollout.dtype is None else cast(torch.dtype, getattr(torch, cfg.rollout.dtype))
+
+
+def fitted_voice(cfg: PPOConfig, roles: Roles, voice: Voice) -> tuple[Voice, MemoryPlan]:
+    """A voice whose way of getting weights fits the memory, and the plan of what it takes. Collective."""
+    num_rows = -(-max(cfg.rollout.num_sequences, cfg.eval.generate_rows) // world_size())
+    lending, plan = choose_lending(
+        roles.actor,
+        Demand(
+            num_rows=min(cfg.rollout.batch_size, num_rows),
+            num_tokens=cfg.data.max_prompt_tokens + cfg.data.max_response_tokens,
+        ),
+        weights=cfg.rollout.weights,
+        tensor_parallel=cfg.rollout.tensor_parallel,
+        dtype=voice.lending.dtype,
+    )
+    return dataclasses.replace(voice, lending=lending), plan
+
+
+@contextmanager
+def rollout_memory(run: Run, plan: MemoryPlan | None) -> Iterator[None]:
+    """Set the metrics of planned and measured memory; without a plan nothing is measured."""
+    if plan is None:
+        yield
+        return
+    risen = measure_growth()
+    yield
+    peak = all_max(torch.tensor(risen(), device=device()))
+    run.metrics.set({"memory/rollout_planned_bytes": float(plan.peak), "memory/rollout_peak_bytes": float(peak)})
 
 
 def make_vllm(cfg: PPOConfig, language: Language, roles: Roles) -> VLLMEngine:
@@ -131,7 +194,7 @@ def make_vllm(cfg: PPOConfig, language: Language, roles: Roles) -> VLLMEngine:
         cast(Any, roles.actor.module).config,
         options=cfg.rollout.vllm,
         max_num_seqs=cfg.rollout.batch_size,
-        dtype=getattr(torch, ds_config.dtype_name(roles.actor.ds)),
+        dtype=rollout_dtype(cfg) or getattr(torch, ds_config.dtype_name(roles.actor.ds)),
         max_model_len=cfg.data.max_prompt_tokens + cfg.data.max_response_tokens,
         tokenizer=language.tokenizer,
     )
@@ -194,14 +257,14 @@ def trusted_voice(roles: Roles, voice: Voice, rows: Sequence[PromptRow]) -> Voic
 
     Collective. All ranks take the same path, whatever each of them found.
     """
-    with lend_weights(roles.actor, gathered=voice.gathered) as (model, all_ranks_running):
+    with lend_weights(roles.actor, voice.lending) as lent:
         check = check_greedy(
-            model,
+            lent.model,
             [list(map(int, row.prompt_ids)) for row in rows[:4]],
             stop_token_ids=voice.stop_token_ids,
             max_new_tokens=min(20, voice.max_new_tokens),
             pad_id=int(voice.tokenizer.pad_token_id),
-            all_ranks_running=all_ranks_running,
+            all_ranks_running=lent.all_ranks_running,
         )
     agreed = all(all_gather_objects(check.ok))
     if agreed:

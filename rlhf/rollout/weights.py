@@ -80,9 +80,12 @@ def _model(engine: Engine) -> nn.Module:
     return cast(nn.Module, engine.module.model)
 
 
+def _trained_in(engine: Engine) -> torch.dtype:
+    return next(base_of(_model(engine)).parameters()).dtype
+
+
 def _lends_itself(engine: Engine, lending: Lending) -> bool:
-    trained_in = next(base_of(_model(engine)).parameters()).dtype
-    return not engine.is_sharded and lending.group is None and lending.dtype in (None, trained_in)
+    return not engine.is_sharded and lending.group is None and lending.dtype in (None, _trained_in(engine))
 
 
 def any_rank_running(running: bool) -> bool:  # noqa: FBT001  the signature that decode calls
@@ -111,6 +114,8 @@ def choose_lending(
     Raises:
         ValueError: nothing that was allowed fits, or the model cannot be split as asked.
     """
+    if dtype == _trained_in(engine):
+        dtype = None
     free = -int(all_max(torch.tensor(-free_bytes(), device=device())).item())
     tried: list[tuple[Lending, int, MemoryPlan]] = []
     for num_ranks in _group_sizes(engine, weights, tensor_parallel):

@@ -24,7 +24,7 @@ STAGES = ("step1_sft", "step2_reward", "step3_ppo")
 # Imports inside rlhf point down, or to the same row.
 LAYERS = (
     ("config", "data.schema", "data.formats", "data.splits", "data.toy", "schedule", "artifacts", "host", "py.typed"),
-    ("data.sources", "rules", "ds_config", "distributed", "ops", "report_plots", "report"),
+    ("data.sources", "rules", "ds_config", "distributed", "memory", "ops", "report_plots", "report"),
     ("metrics", "models", "data"),
     ("engine", "run", "rollout", "checkpoint"),
     ("stage", "bench"),

@@ -58,6 +58,10 @@ def resident_bytes() -> int:
 
 def peak_resident_bytes() -> int:
     """Most memory of this process so far, or since `reset_peak_resident`."""
+    high_water = _fields("/proc/self/status").get("VmHWM")
+    if high_water is not None:
+        return high_water
+    # getrusage counts what the process was before exec too: of a program started by a large one, that one's memory.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # kilobytes on Linux
 

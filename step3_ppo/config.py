@@ -261,8 +261,8 @@ class PPOConfig:
             )
         if rollout.tensor_parallel and world_size % rollout.tensor_parallel:
             raise ValueError(
-                f"rollout.tensor_parallel={rollout.tensor_parallel} does not divide the {world_size} ranks into groups. "
-                f"Use a divisor of {world_size}."
+                f"rollout.tensor_parallel={rollout.tensor_parallel} does not divide the {world_size} ranks into "
+                f"groups. Use a divisor of {world_size}."
             )
         if rollout.dtype not in (None, trained_in) and rollout.old_logprobs != "rescore":
             raise ValueError(

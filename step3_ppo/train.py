@@ -76,23 +76,18 @@ def train(cfg: PPOConfig) -> None:
     engines = {"actor": roles.actor, "critic": roles.critic}
     parts: dict[str, checkpoint.Stateful] = {"loader": loader, "kl_coef": kl_coef, "scale": scale}
     checkpoint.resume(run, engines, parts)
-    voice = make_voice(cfg, language, roles)
-    plan = None
-    if voice.vllm is None:
-        voice, plan = fitted_voice(cfg, roles, voice)
-        voice = trusted_voice(roles, voice, rows or [prompts[0]])
+    voice = trusted_voice(roles, make_voice(cfg, language, roles), rows or [prompts[0]])
     dtype = ds_config.dtype_name(ds["actor"])
     score_batching, update_batching = make_batchings(cfg, language, ds)
 
     evaluate = make_evaluation(cfg, roles, voice, judges, score_batching, rows, run)
     before = run.once("before", lambda: evaluate(0, "before"))
     for step, micro_batches in run.steps(loader):
-        with run.timer("rollout"), rollout_memory(run, plan):
+        with run.timer("rollout"), rollout_memory(run, voice.plan, step=step):
             mine = [row for micro in micro_batches for row in micro]
             samples, decoded = roll_out(
                 roles, voice, mine, samples_per_prompt=cfg.rollout.samples_per_prompt, seed=cfg.run.seed, step=step
             )
-        plan = None
         with run.timer("score"):
             sequences = score_responses(
                 roles, voice, samples, judges, batching=score_batching, rescore=cfg.rollout.old_logprobs == "rescore"
@@ -103,10 +98,7 @@ def train(cfg: PPOConfig) -> None:
             kl_BR = penalty_kl(sequences, cfg.kl.estimator)
             experience = to_experience(sequences, score_B, kl_BR, kl_coef=kl_coef.value, gae_config=cfg.gae)
         with run.timer("update"):
-            update(
-                roles, experience, voice, cfg.update, run, batching=update_batching, step=step, dtype=dtype,
-                rollout_dtype=cfg.rollout.dtype or dtype,
-            )  # fmt: skip
+            update(roles, experience, voice, cfg.update, run, batching=update_batching, step=step, dtype=dtype)
         values = summarise(experience, kl_coef=kl_coef.value)
         run.metrics.set({**values, **describe_decoding(decoded)})
         kl_coef.update(values["ppo/kl_ref"], num_sequences=len(sequences))
@@ -125,20 +117,45 @@ def train(cfg: PPOConfig) -> None:
 
 
 def make_voice(cfg: PPOConfig, language: Language, roles: Roles) -> Voice:
-    """How the actor speaks: in rollouts and in evaluation."""
+    """How the actor speaks: in rollouts and in evaluation. Collective.
+
+    Raises:
+        ValueError: the rollout does not fit the memory that is free.
+    """
+    trained_in = ds_config.dtype_name(roles.actor.ds)
+    if cfg.rollout.dtype not in (None, trained_in) and not cfg.update.importance_cap:
+        logger.warning(
+            "rollout.dtype=%s draws from a policy that rounds otherwise than the one trained in %s, and nothing weighs "
+            "the difference. Set update.importance_cap=2, or watch ppo/logprob_gap.", cfg.rollout.dtype, trained_in,
+        )  # fmt: skip
+    dtype = None if cfg.rollout.dtype is None else getattr(torch, cfg.rollout.dtype)
+    lending, plan, vllm = Lending(dtype=dtype), None, None
+    if cfg.rollout.engine == "vllm":
+        vllm = make_vllm(cfg, language, roles)
+    else:
+        num_rows = -(-max(cfg.rollout.num_sequences, cfg.eval.generate_rows) // world_size())
+        num_tokens = cfg.data.max_prompt_tokens + cfg.data.max_response_tokens
+        lending, plan = choose_lending(
+            roles.actor,
+            Demand(num_rows=min(cfg.rollout.batch_size, num_rows), num_tokens=num_tokens),
+            weights=cfg.rollout.weights,
+            tensor_parallel=cfg.rollout.tensor_parallel,
+            dtype=dtype,
+        )
     return Voice(
         tokenizer=language.tokenizer,
         template=language.template,
         sampling=cfg.sampling,
         max_new_tokens=cfg.data.max_response_tokens,
         batch_size=cfg.rollout.batch_size,
-        lending=Lending(dtype=rollout_dtype(cfg)),
-        vllm=make_vllm(cfg, language, roles) if cfg.rollout.engine == "vllm" else None,
+        lending=lending,
+        plan=plan,
+        vllm=vllm,
     )
 
 
 def check_rollout(cfg: PPOConfig, language: Language, actor_ds: Mapping[str, Any]) -> None:
-    """Check that the rollout fits the actor, before a weight is loaded, and warn of what is allowed but biased.
+    """Check that the rollout fits the actor, before a weight is loaded.
 
     Raises:
         ValueError: it does not.
@@ -148,38 +165,12 @@ def check_rollout(cfg: PPOConfig, language: Language, actor_ds: Mapping[str, Any
     if cfg.rollout.tensor_parallel is not None and cfg.rollout.tensor_parallel > 1:
         shape = read_config(model_configs(cfg)["actor"], language.tokenizer).to_dict()
         check_split(shape, cfg.rollout.tensor_parallel)
-    if cfg.rollout.dtype not in (None, trained_in) and not cfg.update.importance_cap:
-        logger.warning(
-            "rollout.dtype=%s draws from a policy that rounds otherwise than the one trained in %s, and nothing weighs "
-            "the difference. Set update.importance_cap=2, or watch ppo/logprob_gap.", cfg.rollout.dtype, trained_in,
-        )  # fmt: skip
-
-
-def rollout_dtype(cfg: PPOConfig) -> torch.dtype | None:
-    """Type of the weights that decode, if the config names one."""
-    return None if cfg.rollout.dtype is None else cast(torch.dtype, getattr(torch, cfg.rollout.dtype))
-
-
-def fitted_voice(cfg: PPOConfig, roles: Roles, voice: Voice) -> tuple[Voice, MemoryPlan]:
-    """A voice whose way of getting weights fits the memory, and the plan of what it takes. Collective."""
-    num_rows = -(-max(cfg.rollout.num_sequences, cfg.eval.generate_rows) // world_size())
-    lending, plan = choose_lending(
-        roles.actor,
-        Demand(
-            num_rows=min(cfg.rollout.batch_size, num_rows),
-            num_tokens=cfg.data.max_prompt_tokens + cfg.data.max_response_tokens,
-        ),
-        weights=cfg.rollout.weights,
-        tensor_parallel=cfg.rollout.tensor_parallel,
-        dtype=voice.lending.dtype,
-    )
-    return dataclasses.replace(voice, lending=lending), plan
 
 
 @contextmanager
-def rollout_memory(run: Run, plan: MemoryPlan | None) -> Iterator[None]:
-    """Set the metrics of planned and measured memory; without a plan nothing is measured."""
-    if plan is None:
+def rollout_memory(run: Run, plan: MemoryPlan | None, *, step: int) -> Iterator[None]:
+    """In the first step, set the metrics of planned and measured memory; without a plan nothing is measured."""
+    if plan is None or step != run.first_step + 1:
         yield
         return
     risen = measure_growth()
@@ -194,7 +185,7 @@ def make_vllm(cfg: PPOConfig, language: Language, roles: Roles) -> VLLMEngine:
         cast(Any, roles.actor.module).config,
         options=cfg.rollout.vllm,
         max_num_seqs=cfg.rollout.batch_size,
-        dtype=rollout_dtype(cfg) or getattr(torch, ds_config.dtype_name(roles.actor.ds)),
+        dtype=getattr(torch, cfg.rollout.dtype or ds_config.dtype_name(roles.actor.ds)),
         max_model_len=cfg.data.max_prompt_tokens + cfg.data.max_response_tokens,
         tokenizer=language.tokenizer,
     )
@@ -255,8 +246,10 @@ def make_evaluation(
 def trusted_voice(roles: Roles, voice: Voice, rows: Sequence[PromptRow]) -> Voice:
     """Compare our greedy decoding with Hugging Face's on this model; where they differ, take Hugging Face's.
 
-    Collective. All ranks take the same path, whatever each of them found.
+    Collective. All ranks take the same path, whatever each of them found. vLLM's decoding is its own affair.
     """
+    if voice.vllm is not None:
+        return voice
     with lend_weights(roles.actor, voice.lending) as lent:
         check = check_greedy(
             lent.model,

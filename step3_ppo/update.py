@@ -30,7 +30,6 @@ def update(
     batching: Batching,
     step: int,
     dtype: str,
-    rollout_dtype: str,
 ) -> None:
     """Several epochs of minibatches over the rollout; each minibatch is one step of the critic and of the actor.
 
@@ -43,10 +42,10 @@ def update(
         batching: how sequences become micro-batches, of actor and critic alike.
         step: number of the PPO step, from 1.
         dtype: type that the actor computes in.
-        rollout_dtype: type that the decoder computes in.
     """
     trains_actor = step > config.critic_warmup_steps
     num_skipped = 0
+    rounding = max(TOLERANCE[dtype], TOLERANCE[voice.lending.computes_in(dtype)])
     num_minibatches = config.epochs * -(-len(experience.sequences) // config.minibatch_size)
     for epoch in range(config.epochs):
         minibatches = experience.minibatches(
@@ -69,7 +68,7 @@ def update(
             count = _global_count(micro_batches)
             if trains_actor:
                 # Only there is the actor still the policy that sampled.
-                gap_limit = max(TOLERANCE[dtype], TOLERANCE[rollout_dtype]) if epoch == number == 0 else None
+                gap_limit = rounding if epoch == number == 0 else None
                 kl_old = _update_actor(
                     roles, micro_batches, voice, config, run, count=count, gap_limit=gap_limit, dtype=dtype
                 )

@@ -15,6 +15,7 @@ from rlhf.models.lora import merged_state_dict
 from rlhf.rollout.decode import PREFILL_TOKENS, Response, RolloutStats, generate
 from rlhf.rollout.job import Request
 from rlhf.rollout.plain import generate_plain
+from rlhf.rollout.plan import MemoryPlan
 from rlhf.rollout.vllm import VLLMEngine
 from rlhf.rollout.weights import Lending, lend_weights
 
@@ -48,6 +49,8 @@ class Voice:
     """Sequences decoded side by side on one rank; a group of ranks takes as many for each of its ranks."""
     lending: Lending = field(default_factory=Lending)
     """How the policy's weights come to the decoder."""
+    plan: MemoryPlan | None = None
+    """What a rollout will take of a rank's memory, if that was asked."""
     plain: bool = False
     """Decode by Hugging Face's generate, for a model on which ours was found to differ from it."""
     vllm: VLLMEngine | None = None

@@ -17,7 +17,7 @@ from transformers.initialization import no_init_weights
 from rlhf.distributed import Group, device
 from rlhf.engine import FrozenEngine, TrainEngine
 from rlhf.models.backbone import base_of
-from rlhf.models.lora import adapter_weights, is_adapted, merged_weight
+from rlhf.models.lora import adapter_weights, merged_weight
 from rlhf.rollout.tensor_parallel import Shares
 
 # Weights that are gathered at a time, unless one alone has more: enough for collectives at full speed.
@@ -72,7 +72,7 @@ class GenerationCopy:
         self.sources = list(_sources(source))
         self.dtype = dtype
         with torch.device("meta"), no_init_weights():
-            self.model = cast(nn.Module, type(source)(copy.deepcopy(cast(Any, source).config))).eval()
+            self.model = type(source)(copy.deepcopy(cast(Any, source).config)).eval()
         cast(Any, self.model).generation_config = cast(Any, source).generation_config
         rank, num_ranks = (0, num_ranks) if group is None else (group.rank, group.size)
         self._shares = Shares(self.model, rank, num_ranks) if num_ranks > 1 else None
@@ -114,10 +114,12 @@ class GenerationCopy:
 
     def _buckets(self) -> Iterator[Sequence[_Source]]:
         bucket: list[_Source] = []
+        size = 0
         for entry in self.sources:
-            if bucket and sum(e.num_weights for e in [*bucket, entry]) > BUCKET_WEIGHTS:
+            size += entry.num_weights
+            if bucket and size > BUCKET_WEIGHTS:
                 yield bucket
-                bucket = []
+                bucket, size = [], entry.num_weights
             bucket.append(entry)
         yield bucket
 

@@ -98,7 +98,7 @@ def cache_bytes(model: nn.Module, demand: Demand, *, num_ranks: int, device_type
     computed_in = next(model.parameters()).dtype
     in_slots = attention.is_installed(model)
     dtype: torch.dtype = cache_dtype(computed_in, device_type) if in_slots else computed_in
-    per_token = 2 * text.num_hidden_layers * (num_heads // num_ranks) * head_size * dtype.itemsize
+    per_token: int = 2 * text.num_hidden_layers * (num_heads // num_ranks) * head_size * dtype.itemsize
     return per_token * demand.num_rows * num_ranks * demand.num_tokens
 
 

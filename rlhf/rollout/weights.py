@@ -9,6 +9,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import nn
 
+from rlhf import ds_config
 from rlhf.distributed import Group, all_max, device, group_of, world_size
 from rlhf.engine import FrozenEngine, TrainEngine
 from rlhf.memory import free_bytes
@@ -36,6 +37,10 @@ class Lending:
     """Type of the weights to generate with; None: the one they are trained in."""
     group: Group | None = None
     """Ranks that share one copy; None: each has its own."""
+
+    def computes_in(self, trained_in: str) -> str:
+        """Name of the type that decodes, given that of training."""
+        return trained_in if self.dtype is None else str(self.dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,9 +137,9 @@ def choose_lending(
     if num_ranks > 1:
         lending, how = replace(lending, group=group_of(num_ranks)), f"shared by {num_ranks} ranks"
     logger.info(
-        "rollout: weights %s%s, %s a rank planned (%s; %d rows of up to %d tokens), %s free",
+        "rollout: weights %s%s; planned for each rank: %s (%s; %d rows of up to %d tokens), free: %s",
         how,
-        "" if dtype is None else f", {str(dtype).removeprefix('torch.')}",
+        f" in {lending.computes_in(ds_config.dtype_name(engine.ds))}",
         megabytes(plan.peak),
         plan,
         demand.num_rows,
@@ -181,6 +186,6 @@ def _plan_layerwise(engine: Engine, demand: Demand) -> MemoryPlan:
 def _does_not_fit(plan: MemoryPlan, free: int) -> str:
     return (
         f"the rollout needs {megabytes(plan.peak)} on a rank ({plan}), but of {megabytes(free)} that are free it may "
-        f"take {USABLE_FRAC:.0%}. Lower rollout.batch_size, set rollout.dtype=bfloat16, let more ranks share the weights "
-        "(rollout.tensor_parallel), or leave them sharded (ZeRO-3, rollout.weights=layerwise)."
+        f"take {USABLE_FRAC:.0%}. Lower rollout.batch_size, set rollout.dtype=bfloat16, let more ranks share the "
+        "weights (rollout.tensor_parallel), or leave them sharded (ZeRO-3, rollout.weights=layerwise)."
     )

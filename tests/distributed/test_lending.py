@@ -1,22 +1,27 @@
 """Copies of a sharded actor's weights: cast, shared by groups of ranks, and the weights themselves untouched."""
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlhf import distributed, ds_config, engine
+from rlhf import distributed, engine
 from rlhf.config import LoRAConfig, SamplingConfig
+from rlhf.data.dataset import PromptRow
 from rlhf.models import attention
 from rlhf.models.lora import add_lora
 from rlhf.models.policy import Policy
 from rlhf.rollout import copy as copying
 from rlhf.rollout import packed
-from rlhf.rollout.decode import Response, generate
+from rlhf.rollout.answers import Voice, draw_responses
+from rlhf.rollout.decode import Response, RolloutStats, generate
 from rlhf.rollout.selfcheck import check_greedy
-from rlhf.rollout.weights import Lending, Lent, lend_weights
+from rlhf.rollout.weights import Lending, lend_weights
 from tests.distributed.harness import Ranks
 from tests.distributed.tiny import EOS, engine_of
 
@@ -136,7 +141,7 @@ def assert_same(together: list[Response], alone: list[Response]) -> None:
 @pytest.mark.parametrize("ds_name", ["cpu_zero0", "cpu_zero3"])
 @pytest.mark.parametrize("adapters", [False, True], ids=["plain", "adapters"])
 def test_a_group_draws_what_one_rank_draws(ranks: Ranks, ds_name: str, *, adapters: bool) -> None:
-    """Each family: tokens, log-probs, the same bytes on both ranks; half of the weights on each."""
+    """E2, E10. Each family: tokens, log-probs, the same bytes on both ranks; half of the weights on each."""
     first, second = ranks(
         group_job, timeout=150, names=list(SHAPES), ds_name=ds_name, size=2, adapters=adapters
     )  # fmt: skip
@@ -149,3 +154,53 @@ def test_a_group_draws_what_one_rank_draws(ranks: Ranks, ds_name: str, *, adapte
             assert found["untouched"], name
             assert 0.5 < found["share"] < 0.65, (name, found["share"])  # norms, positions, some biases are whole
             assert ds_name != "cpu_zero3" or found["live"] == 0, name
+
+
+def four_ranks_job() -> dict[str, Any]:
+    """Two groups of two ranks, each with rows of its own; one rank has none, the groups' lengths differ."""
+    engine.setup(timeout_seconds=60)
+    group, rank = distributed.group_of(2), distributed.rank()
+    assert distributed.group_of(2) is group, "made once"
+    trained = engine_of(Policy(tiny_model("llama", adapters=True)), "cpu_zero3")
+    mine = [[0, 1], [], [2, 3, 4], [5, 6]][rank]
+    voice = Voice(
+        tokenizer=SimpleNamespace(pad_token_id=EOS),  # type: ignore[arg-type]
+        template=SimpleNamespace(stop_token_id=20),  # type: ignore[arg-type]
+        sampling=SamplingConfig(stop_token_ids=list(range(21, 28))),
+        max_new_tokens=20,
+        batch_size=1,
+        lending=Lending(group=group),
+    )
+    rows = [
+        PromptRow(prompt_ids=np.array(PROMPTS[row]), meta={}, text="", source=0, index=row, uid=100 + row)
+        for row in mine
+    ]
+    stats: list[RolloutStats] = []
+    found: dict[str, Any] = {"rank": (group.rank, group.size)}
+    for dtype in (None, torch.bfloat16):
+        spoken = replace(voice, lending=Lending(group=group, dtype=dtype))
+        named: dict[str, Any] = {"sample_ids": [0] * len(rows), "seed": 1, "step": 2, "on_stats": stats.append}
+        drawn = draw_responses(trained, spoken, rows, **named)
+        plain = draw_responses(trained, replace(spoken, plain=True), rows, **named)
+        if dtype is None:
+            assert [response.token_ids for response in plain] == [response.token_ids for response in drawn]
+        found[str(dtype)] = dict(zip(mine, drawn, strict=True))
+    found["tokens counted"] = [s.tokens for s in stats]
+    if rank == 0:
+        model = tiny_model("llama", adapters=True).eval()
+        found["alone"] = sample(model, list(range(len(PROMPTS))))
+    return found
+
+
+def test_two_groups_of_two_ranks(ranks: Ranks) -> None:
+    """Each rank gets its own rows' answers; the groups do not wait for one another; one rank of a group counts."""
+    found = ranks(four_ranks_job, world_size=4, timeout=120)
+    assert [entry["rank"] for entry in found] == [(0, 2), (1, 2), (0, 2), (1, 2)]
+    together = {row: response for entry in found for row, response in entry["None"].items()}
+    alone = found[0]["alone"]
+    assert_same([together[row] for row in range(len(PROMPTS))], alone)
+    lengths = [len(response.token_ids) for response in alone]
+    assert sum(lengths[:2]) != sum(lengths[2:])
+    assert [entry["tokens counted"][:1] for entry in found] == [[sum(lengths[:2])], [], [sum(lengths[2:])], []]
+    in_bfloat16 = [response for entry in found for response in entry["torch.bfloat16"].values()]
+    assert len(in_bfloat16) == len(PROMPTS) and in_bfloat16 != alone

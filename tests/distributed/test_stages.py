@@ -252,6 +252,27 @@ def test_step3_is_one_trajectory(runs: Runs, way: str) -> None:
     assert (two / "critic/manifest.json").is_file()
 
 
+def bfloat16_job(folder: Path) -> list[list[list[int]]]:
+    """A float32 actor, sharded, that decodes in bfloat16 on weights shared by the ranks."""
+    engine.setup(timeout_seconds=60)
+    return ppo(
+        folder, "cpu_zero3", run__out_dir=str(folder / "ppo_bfloat16"), rollout__dtype="bfloat16",
+        rollout__tensor_parallel=2, rollout__old_logprobs="rescore", update__importance_cap=2.0,
+    )  # fmt: skip
+
+
+def test_step3_decodes_in_another_type(runs: Runs) -> None:
+    """The update stays a float32 one, on ratios of its own forwards; the gap to the decoder is bfloat16's."""
+    first, second = runs.after(bfloat16_job)
+    assert first == second and len(first) == 2
+    folder = runs.folder / "ppo_bfloat16"
+    assert all(1e-5 < gap < 2e-2 for gap in series(folder, "ppo/logprob_gap"))
+    assert series(folder, "ppo/kl_ref")[0] == pytest.approx(0.0, abs=1e-4)
+    log = (folder / "log.txt").read_text()
+    assert "weights shared by 2 ranks in bfloat16; planned for each rank:" in log
+    assert "more than rounding" not in log and "nothing weighs the difference" not in log
+
+
 def test_a_loss_that_is_not_finite_on_one_rank_stops_both(runs: Runs) -> None:
     """Named by step, rank and role, on both ranks, with no model left behind."""
     messages = runs.after(supervised_job)

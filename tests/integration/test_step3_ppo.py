@@ -136,7 +136,9 @@ def test_a_rollout_in_another_type(
     models: Models, tmp_path: Path, experiences: list[Experience], caplog: pytest.LogCaptureFixture
 ) -> None:
     """The ratio is between two forwards of the actor, hence 1; how far the decoder is from them is measured."""
-    named = {"rollout__dtype": "bfloat16", "rollout__old_logprobs": "rescore", "max_steps": 1, **NO_EVAL}
+    # One minibatch, so that the measured gap is over all sequences.
+    update = {"update__epochs": 1, "update__minibatch_size": 8}
+    named = {"rollout__dtype": "bfloat16", "rollout__old_logprobs": "rescore", "max_steps": 1, **update, **NO_EVAL}
     train(models.config(tmp_path / "cap", update__importance_cap=2.0, **named))
     assert "Set update.importance_cap=2" not in caplog.text
     (experience,) = experiences
@@ -163,9 +165,7 @@ def test_a_rollout_that_does_not_fit_is_an_error_before_it(
     """E17: with what it needs, what is free and what to change."""
     monkeypatch.setattr(lending, "free_bytes", lambda: 50_000)
     monkeypatch.setattr(program, "check_greedy", lambda *_, **__: pytest.fail("it decodes"))
-    with pytest.raises(
-        ValueError, match=r"the rollout needs .* free it may take 90%. Lower rollout.batch_size"
-    ):
+    with pytest.raises(ValueError, match=r"the rollout needs .* free it may take 90%. Lower rollout.batch_size"):
         train(models.config(tmp_path / "ppo"))
 
 

@@ -103,13 +103,6 @@ def device() -> torch.device:
     return torch.device(kind) if kind == "cpu" else torch.device(kind, local_rank())
 
 
-def free_memory() -> int:
-    """Bytes that this rank can still take on its accelerator: free ones, and those that torch's allocator has ready."""
-    memory = torch.accelerator.memory
-    free, _ = memory.get_memory_info(device())
-    return free + memory.memory_reserved(device()) - memory.memory_allocated(device())
-
-
 def is_main() -> bool:
     """Whether this is rank 0, which writes files and talks."""
     return rank() == 0

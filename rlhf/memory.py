@@ -1,12 +1,12 @@
 """Memory of this rank: what is free, the most that was taken, and what one piece of work takes."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from rlhf import distributed, host
 
+_accelerator = torch.accelerator.memory
 _earlier_peak_bytes = 0
 
 
@@ -15,10 +15,10 @@ def free_bytes() -> int:
     num_ranks = distributed.ranks_here()
     if _on_cpu():
         return host.available_memory_bytes() // num_ranks
-    module = _device_module()
-    free, _ = module.mem_get_info()
+    device = distributed.device()
+    free, _ = _accelerator.get_memory_info(device)
     # What the allocator keeps for later counts as free.
-    return int(free) + int(module.memory_reserved()) - int(module.memory_allocated())
+    return free + _accelerator.memory_reserved(device) - _accelerator.memory_allocated(device)
 
 
 def peak_bytes() -> int:
@@ -38,18 +38,14 @@ def measure_growth() -> Callable[[], int]:
         host.reset_peak_resident()
         before = host.resident_bytes()
     else:
-        _device_module().reset_peak_memory_stats()
-        before = int(_device_module().memory_allocated())
+        _accelerator.reset_peak_memory_stats(distributed.device())
+        before = _accelerator.memory_allocated(distributed.device())
     return lambda: max(0, _peak_since_reset() - before)
 
 
 def _peak_since_reset() -> int:
-    return host.peak_resident_bytes() if _on_cpu() else int(_device_module().max_memory_allocated())
+    return host.peak_resident_bytes() if _on_cpu() else _accelerator.max_memory_allocated(distributed.device())
 
 
 def _on_cpu() -> bool:
     return distributed.device_type() == "cpu"
-
-
-def _device_module() -> Any:
-    return torch.get_device_module(distributed.device())

@@ -104,7 +104,7 @@ def sharded_state(trained: engine.TrainEngine) -> list[Tensor]:
 def group_job(names: list[str], ds_name: str, size: int, *, adapters: bool = False) -> list[dict[str, Any]]:
     """What a group draws of the rows of all its ranks, and what one rank draws of them by itself."""
     engine.setup(timeout_seconds=60)
-    packed.FEWEST_FLOAT32_WEIGHTS = 0  # every split layer is packed too
+    packed.FEWEST_WEIGHTS = 0  # every split layer is packed too
     copying.BUCKET_WEIGHTS = 2000  # many gathers, some of one weight
     group = distributed.group_of(size)
     found = []

@@ -5,7 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from rlhf import host
+import torch
+
+from rlhf import distributed, host, memory
 
 PROGRAM = """
 import torch
@@ -52,3 +54,14 @@ def test_a_container_s_limit_counts(monkeypatch) -> None:
     assert host.available_memory_bytes() == 10 * 1024
     files["/sys/fs/cgroup/memory.max"] = "max\n"
     assert host.available_memory_bytes() == 50 * 1024
+
+
+def test_what_the_allocator_has_ready_is_free(monkeypatch) -> None:
+    """Of 100 on the device 30 are free; the allocator has 50, of which 20 are in use."""
+    accelerator = torch.accelerator.memory
+    monkeypatch.setattr(distributed, "device_type", lambda: "cuda")
+    monkeypatch.setattr(distributed, "ranks_here", lambda: 1)
+    monkeypatch.setattr(accelerator, "get_memory_info", lambda device: (30, 100))
+    monkeypatch.setattr(accelerator, "memory_reserved", lambda device: 50)
+    monkeypatch.setattr(accelerator, "memory_allocated", lambda device: 20)
+    assert memory.free_bytes() == 60

@@ -35,8 +35,8 @@ def test_keys_and_values_by_hand(tiny_model):
 
 def test_a_copy_by_hand(tiny_model, monkeypatch):
     """A GPT-2 of 1 layer, hidden 32, vocabulary 97, 64 positions."""
-    monkeypatch.setattr(packed, "can_pack", lambda dtype: True)
-    monkeypatch.setattr(packed, "FEWEST_FLOAT32_WEIGHTS", 4096)
+    monkeypatch.setattr(packed, "onednn_multiplies", lambda dtype: True)
+    monkeypatch.setattr(packed, "FEWEST_WEIGHTS", 4096)
     model = tiny_model("gpt2", n_layer=1)
     block = 32 * 96 + 96 + 32 * 32 + 32 + 32 * 128 + 128 + 128 * 32 + 32 + 4 * 32
     weights = 97 * 32 + 64 * 32 + block + 64  # the head is tied
@@ -91,7 +91,7 @@ def test_what_is_gathered_at_a_time(tiny_model, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_the_plan_is_what_is_allocated(tiny_model, family, monkeypatch, dtype):
-    monkeypatch.setattr(packed, "FEWEST_FLOAT32_WEIGHTS", 2000)
+    monkeypatch.setattr(packed, "FEWEST_WEIGHTS", 2000)
     model = tiny_model(family).eval()
     copy = GenerationCopy(model, dtype=dtype)
     plan = plan_copy(copy, DEMAND, num_ranks=1, device_type="cpu")

@@ -100,6 +100,11 @@ class GenerationCopy:
             self._shares.install(self.group)
         return self.model
 
+    def clear(self) -> None:
+        """Free the weights, whoever still holds the model."""
+        for parameter in self.model.parameters():
+            parameter.data = torch.empty(0)
+
     def _cut(self, entry: _Source, value: Tensor) -> Tensor:
         return value if self._shares is None else self._shares.cut(entry.names[0], value)
 

@@ -77,7 +77,7 @@ def lend_weights(engine: Engine, lending: Lending) -> Iterator[Lent]:
         try:
             yield Lent(model=copy.fill(engine), group=lending.group)
         finally:
-            del copy
+            copy.clear()
             engine.release_cache()
 
 

@@ -19,6 +19,7 @@ from launch.placement import Placement, accelerator_visible, count_devices, port
 from launch.recipe import FOLDERS, Recipe, Stage
 from rlhf import artifacts, ds_config
 from rlhf.config import DataConfig, ModelConfig, OptimConfig, RunConfig
+from rlhf.rollout.split import check_split
 from rlhf.rules import RULES
 from step3_ppo.config import PPOConfig
 
@@ -66,6 +67,7 @@ def check(
         problems += _prefix(stage, _model_problems(stage, stages, environment))
         problems += _prefix(stage, _length_problems(stage, stages))
         problems += _prefix(stage, _rule_problems(stage))
+        problems += _prefix(stage, _rollout_problems(stage, stages, placement.world_size))
     problems += _split_problems(stages)
     problems += _artifact_problems(to_run, stages)
     problems += _machine_problems(recipe, placement, environment, on_cpu=on_cpu)
@@ -221,6 +223,25 @@ def _rule_problems(stage: Stage) -> Iterator[Problem]:
         for key, name in (("shaping.rule", stage.config.shaping.rule), ("gold_rule", stage.config.gold_rule)):
             if name is not None and name not in RULES:
                 yield Problem(f"{key}={name}: there is no such rule. Use one of {', '.join(RULES)}.")
+
+
+def _rollout_problems(stage: Stage, stages: Sequence[Stage], world_size: int) -> Iterator[Problem]:
+    config = stage.config
+    if not isinstance(config, PPOConfig):
+        return
+    try:
+        raw = ds_config.load(config.deepspeed.actor)
+    except (ValueError, OSError):
+        return  # see _ds_config_problems
+    num_ranks, shape = config.rollout.tensor_parallel or 1, _origin(stage, "actor", stages)
+    try:
+        config.check_rollout(
+            trained_in=ds_config.dtype_name(raw), zero_stage=ds_config.zero_stage(raw), world_size=world_size
+        )
+        if num_ranks > 1 and shape:
+            check_split(shape, num_ranks)
+    except ValueError as error:
+        yield Problem(str(error))
 
 
 def _split_problems(stages: Sequence[Stage]) -> Iterator[Problem]:

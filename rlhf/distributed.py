@@ -6,8 +6,10 @@ world of one. Every function below then works in both cases, so that no caller a
 """
 
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
 
@@ -20,6 +22,8 @@ from rlhf import heartbeat
 T = TypeVar("T")
 
 _world_group: dist.ProcessGroup | None = None
+_timeout = timedelta(seconds=1800)
+_groups: dict[int, "Group"] = {}
 
 
 def device_type() -> str:
@@ -41,10 +45,10 @@ def init(timeout_seconds: float = 1800) -> None:
     Raises:
         ValueError: WORLD_SIZE is set but another of the launcher's variables is not.
     """
-    global _world_group
+    global _world_group, _timeout
     if dist.is_initialized():
         return
-    timeout = timedelta(seconds=timeout_seconds)
+    timeout = _timeout = timedelta(seconds=timeout_seconds)
     kind = device_type()
     if kind != "cpu":
         torch.accelerator.set_device_index(local_rank())
@@ -71,6 +75,7 @@ def shutdown() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     _world_group = None
+    _groups.clear()
 
 
 def world_group() -> dist.ProcessGroup:
@@ -100,16 +105,58 @@ def device() -> torch.device:
     return torch.device(kind) if kind == "cpu" else torch.device(kind, local_rank())
 
 
-def free_memory() -> int:
-    """Bytes that this rank can still take on its accelerator: free ones, and those that torch's allocator has ready."""
-    memory = torch.accelerator.memory
-    free, _ = memory.get_memory_info(device())
-    return free + memory.memory_reserved(device()) - memory.memory_allocated(device())
-
-
 def is_main() -> bool:
     """Whether this is rank 0, which writes files and talks."""
     return rank() == 0
+
+
+def ranks_here() -> int:
+    """Number of ranks on this machine. Collective."""
+    name = socket.gethostname()
+    return all_gather_objects(name).count(name)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Consecutive ranks that share work among themselves; `group_of` makes it. Its methods are collectives in it."""
+
+    rank: int
+    """This process's number in the group."""
+    size: int
+    _handle: dist.ProcessGroup | None
+
+    def sum_(self, x: Tensor) -> Tensor:
+        """Replace x by its sum over the group, no gradient; gives it back."""
+        dist.all_reduce(x, group=self._handle)
+        return x
+
+    def gather(self, x: Tensor) -> list[Tensor]:
+        """Equal-shaped tensors of all members, in their order, the same bytes on each."""
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        dist.all_gather(parts, x.contiguous(), group=self._handle)
+        return parts
+
+    def gather_objects(self, value: T) -> list[T]:
+        """Picklable values of all members, in their order."""
+        values: list[T] = [value] * self.size
+        dist.all_gather_object(values, value, group=self._handle)
+        return values
+
+
+def group_of(size: int) -> Group:
+    """This rank's group among groups of `size` consecutive ranks, made once. Collective over all ranks.
+
+    Raises:
+        ValueError: the number of ranks is not a multiple of it.
+    """
+    if world_size() % size:
+        raise ValueError(f"{world_size()} ranks do not divide into groups of {size}.")
+    if size not in _groups:
+        for first in range(0, world_size(), size):
+            handle = dist.new_group(ranks=list(range(first, first + size)), timeout=_timeout)
+            if first <= rank() < first + size:
+                _groups[size] = Group(rank() - first, size, handle)
+    return _groups[size]
 
 
 def barrier() -> None:

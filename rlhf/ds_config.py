@@ -77,11 +77,11 @@ class HybridEngineConfig:
     """The `hybrid_engine` section of an actor's JSON, in DeepSpeed's own words."""
 
     enabled: bool = False
-    """Generate on whole weights, gathered once per rollout; false: on sharded weights, layer by layer (ZeRO-3)."""
+    """Whether this section holds; how weights come to the decoder is the YAML's `rollout.weights`."""
     max_out_tokens: int = 512
     """Longest prompt and response together that generation is asked for."""
     inference_tp_size: int = 1
-    """Ranks over which generation splits a layer; only 1."""
+    """Only 1: ranks that share a copy are the YAML's `rollout.tensor_parallel`."""
     release_inference_cache: bool = False
     """Return the accelerator's cached memory after each rollout."""
     pin_parameters: bool = True
@@ -316,8 +316,8 @@ def _hybrid_engine(raw: Mapping[str, Any], source: str) -> HybridEngineConfig:
     if hybrid.inference_tp_size != 1:
         _fail(
             source,
-            f"`hybrid_engine.inference_tp_size` must be 1, got {hybrid.inference_tp_size}: with more, DeepSpeed "
-            "gathers the token ids over the group but not the mask. Set 1; ranks then generate independently.",
+            f"`hybrid_engine.inference_tp_size` must be 1, got {hybrid.inference_tp_size}: the YAML's "
+            "rollout.tensor_parallel says how many ranks share a copy of the weights. Set 1 here.",
         )
     if hybrid.enable_cuda_graph:
         _fail(source, "`hybrid_engine.enable_cuda_graph` must be false: lengths change with every token. Remove it.")

@@ -7,15 +7,15 @@ What the rest of the code relies on, and what DeepSpeed alone does not give:
 - The clip is torch's at every stage: gradients are scaled by min(1, clip / (norm + 1e-6)) with the norm of the averaged
   gradients of all weights. DeepSpeed's own clip is off. Its norm exists at stages 1 to 3 only.
 - A non-finite loss or gradient is found before the update, on all ranks in the same step.
-- Under ZeRO-3, generation runs on weights gathered once, with DeepSpeed's hooks off, so that ranks decode independently
-  of one another; whatever happens inside, the hooks come back and the weights are released.
+- Under ZeRO-3, weights can be gathered some at a time, to be copied for generation (rollout/weights.py); whatever
+  happens while they are whole or used layer by layer, they are released afterwards.
 - No op is compiled: the optimiser is torch's, and the shared-memory collectives that DeepSpeed builds on CPUs are off.
 """
 
 import math
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -284,26 +284,26 @@ class TrainEngine:
         return float(self._engine.optimizer.loss_scale)
 
     @contextmanager
-    def generation_module(self) -> Iterator[nn.Module]:
-        """The model to generate with, in eval mode, on whole weights: ranks may then generate different lengths.
-
-        ZeRO-3 gathers all weights once (every rank holds them all inside the block) and takes DeepSpeed's hooks off; at
-        the end, and after any exception, the hooks are back and the weights sharded. Both ends are collective.
-        """
-        heartbeat.call(self.role)
-        with self._evaluating(), _whole_weights(self._engine, self.zero_stage):
-            yield self.module
+    def gathered(self, weights: Sequence[nn.Parameter]) -> Iterator[None]:
+        """Inside, these weights are whole on this rank, and not to be changed; after, as before. Collective."""
+        with _gathered(self._engine, self.zero_stage, weights):
+            yield
 
     @contextmanager
-    def sharded_module(self) -> Iterator[nn.Module]:
-        """The model to generate with, in eval mode, on sharded weights: lean, slow, and every rank in lockstep.
+    def generation_module(self) -> Iterator[nn.Module]:
+        """The model itself to generate with, in eval mode.
 
-        DeepSpeed gathers each layer in each forward, so every rank has to make the same number of forwards; a rank that
-        is done goes on with the others. Hugging Face's generate finds that out by itself in this block (synced_gpus).
+        Under ZeRO-3 its weights stay sharded and each forward gathers layer by layer, so every rank has to make the
+        same number of forwards; Hugging Face's generate finds that out by itself in this block (synced_gpus).
         """
         heartbeat.call(self.role)
         with self._evaluating(), _sharded_weights(self._engine, self.ds):
             yield self.module
+
+    def release_cache(self) -> None:
+        """Return the accelerator's cached memory after a rollout, if the JSON says so."""
+        if self.hybrid_engine.enabled and self.hybrid_engine.release_inference_cache and self.device.type != "cpu":
+            torch.accelerator.memory.empty_cache()
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -314,8 +314,6 @@ class TrainEngine:
         finally:
             if training:
                 self.train()
-            if self.hybrid_engine.release_inference_cache and self.device.type != "cpu":
-                torch.accelerator.memory.empty_cache()
 
     def full_state_dict(self, module: nn.Module | None = None) -> dict[str, Tensor] | None:
         """All weights on rank 0's CPU, None on the other ranks, which never hold more than one weight. Collective.
@@ -411,7 +409,6 @@ class FrozenEngine:
         """
         self.role = role
         self.zero_stage = ds_config.zero_stage(ds)
-        self.hybrid_engine = ds_config.hybrid_engine(ds)
         self.ds = ds_config.resolve(ds, optim=None, world_size=distributed.world_size(), trainable=False)
         model.requires_grad_(requires_grad=False)
         self._engine: Any = None
@@ -444,16 +441,19 @@ class FrozenEngine:
         return self.zero_stage == 3
 
     @contextmanager
-    def generation_module(self) -> Iterator[nn.Module]:
-        """As `TrainEngine.generation_module`."""
-        with _whole_weights(self._engine, self.zero_stage):
-            yield self.module
+    def gathered(self, weights: Sequence[nn.Parameter]) -> Iterator[None]:
+        """As `TrainEngine.gathered`."""
+        with _gathered(self._engine, self.zero_stage, weights):
+            yield
 
     @contextmanager
-    def sharded_module(self) -> Iterator[nn.Module]:
-        """As `TrainEngine.sharded_module`."""
+    def generation_module(self) -> Iterator[nn.Module]:
+        """As `TrainEngine.generation_module`."""
         with _sharded_weights(self._engine, self.ds):
             yield self.module
+
+    def release_cache(self) -> None:
+        """As `TrainEngine.release_cache`: a frozen model's JSON asks for nothing."""
 
     def full_state_dict(self, module: nn.Module | None = None) -> dict[str, Tensor] | None:
         """As `TrainEngine.full_state_dict`."""
@@ -563,31 +563,13 @@ def _release(engine: Any) -> None:
 
 
 @contextmanager
-def _whole_weights(engine: Any, zero_stage: int) -> Iterator[None]:
-    """Inside: all weights gathered and DeepSpeed's ZeRO-3 hooks off. After, whatever happens: as before."""
+def _gathered(engine: Any, zero_stage: int, weights: Sequence[nn.Parameter]) -> Iterator[None]:
     if zero_stage != 3:
         yield
         return
-    offload = _parameter_offload(engine)
-    stack_depth = len(ds_offload.FWD_MODULE_STACK)
     _release(engine)
-    try:
-        with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
-            for hook in [offload.fwd_pre_hook, *offload.forward_hooks, *offload.backward_hooks]:
-                hook.remove()
-            offload.forward_hooks, offload.backward_hooks = [], []
-            try:
-                yield
-            finally:
-                # The root's own hook starts a new trace with a collective, so it has to be off inside; it goes before
-                # the others, as DeepSpeed registers it.
-                offload.fwd_pre_hook = offload.module.register_forward_pre_hook(
-                    lambda *_: offload.get_param_coordinator().reset_step()
-                )
-                offload._register_deepspeed_module(offload.module)
-    finally:
-        del ds_offload.FWD_MODULE_STACK[stack_depth:]
-        _release(engine)
+    with deepspeed.zero.GatheredParameters(list(weights)):
+        yield
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 
-from rlhf import procfs
+from rlhf.host import available_memory_bytes, resident_bytes
 
 WATCH_DIR = "RLHF_WATCH_DIR"
 """Variable that names the folder of the records; set by `rlhf run` for each attempt at a stage."""
@@ -184,8 +184,8 @@ def current_beat(*, rank: int, world_size: int, host: str, number: int, limits: 
         limit_seconds=limits.get(_activity.phase, 0.0),
         at=at,
         waits_for=_activity.waits_for or collective,
-        resident_bytes=procfs.resident_bytes(),
-        available_bytes=procfs.available_bytes(),
+        resident_bytes=resident_bytes(),
+        available_bytes=available_memory_bytes(),
         number=number,
     )
 

@@ -1,7 +1,9 @@
 """The machine that this process runs on: its processor, its ports, its C library's memory. No torch."""
 
 import ctypes
+import os
 import platform
+import resource
 import socket
 import sys
 from pathlib import Path
@@ -27,6 +29,59 @@ def keep_freed_memory() -> bool:
     if mallopt is None:  # musl
         return False
     return bool(mallopt(_MMAP_THRESHOLD, 1 << 30) and mallopt(_TRIM_THRESHOLD, (1 << 31) - 1))
+
+
+def trim_memory() -> None:
+    """Give what is freed back to the kernel after all, where the C library can."""
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform.startswith("linux") else None
+    if malloc_trim is not None:
+        malloc_trim(0)
+
+
+def available_memory_bytes() -> int:
+    """Memory that processes can still take: of the machine, or of the container that they are in."""
+    available = _fields("/proc/meminfo").get("MemAvailable")
+    if available is None:
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
+    except OSError:
+        return available
+    return available if limit == "max" else min(available, max(0, int(limit) - int(used)))
+
+
+def resident_bytes() -> int:
+    """Memory of this process at this moment; its largest so far where the system does not tell."""
+    return _fields("/proc/self/status").get("VmRSS") or peak_resident_bytes()
+
+
+def peak_resident_bytes() -> int:
+    """Most memory of this process so far, or since `reset_peak_resident`."""
+    high_water = _fields("/proc/self/status").get("VmHWM")
+    if high_water is not None:
+        return high_water
+    # getrusage counts what the process was before exec too: of a program started by a large one, that one's memory.
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # kilobytes on Linux
+
+
+def reset_peak_resident() -> None:
+    """Count `peak_resident_bytes` from here on, where the system can (proc(5), clear_refs)."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return
+
+
+def _fields(path: str) -> dict[str, int]:
+    """Entries in kilobytes of a file of /proc, in bytes; none where there is no such file."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return {}
+    entries = (line.split() for line in lines)
+    return {entry[0].rstrip(":"): int(entry[1]) * 1024 for entry in entries if entry[-1:] == ["kB"]}
 
 
 def cpu_name() -> str:

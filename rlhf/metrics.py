@@ -70,6 +70,15 @@ METRICS: dict[str, Metric] = {
     "memory/peak_bytes": _metric(
         "bytes", "down", "Most memory so far on one rank: the accelerator's, or the process's resident set without one."
     ),
+    "memory/rollout_planned_bytes": _metric(
+        "bytes", "none", "Memory of one rank that the first rollout was planned to take beside what was there before."
+    ),
+    "memory/rollout_peak_bytes": _metric(
+        "bytes",
+        "down",
+        "Memory that the first rollout took at its peak on the rank that took most: of the accelerator, or the rise of "
+        "the process's resident set without one.",
+    ),
     "data/padding_frac": _metric("fraction", "down", "Positions of the micro-batches that hold padding."),
     # Held-out rows.
     "eval/loss": _metric("nats", "down", "Held-out loss, per target token (step 1) or pair (step 2).", per_source=True),

@@ -58,18 +58,3 @@ def out_of_memory_kills() -> int | None:
         return next(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
     except (OSError, ValueError, StopIteration):
         return None
-
-
-def resident_bytes() -> int:
-    """Memory of the calling process; 0 if it is not known."""
-    fields = read("self", "statm").split()
-    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE") if len(fields) > 1 else 0
-
-
-def available_bytes() -> int:
-    """Memory that the machine can still give; 0 if it is not known."""
-    try:
-        lines = (_PROC / "meminfo").read_text(encoding="utf-8").splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, ValueError, StopIteration):
-        return 0

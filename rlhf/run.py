@@ -17,12 +17,12 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
-from rlhf import artifacts, distributed, heartbeat, watchdog
+from rlhf import artifacts, distributed, heartbeat, memory, watchdog
 from rlhf.clock import PHASES, Clock, Totals
 from rlhf.config import RunConfig, save_config, to_dict
 from rlhf.data.collate import Sequences
 from rlhf.metrics import Accumulator, JsonlSink, Sink, TensorBoardSink, WandbSink, lookup, split_finite
-from rlhf.run_folder import HEARTBEAT, claim_folder, configure_logging, environment, peak_memory_bytes, seed_generators
+from rlhf.run_folder import HEARTBEAT, claim_folder, configure_logging, environment, seed_generators
 from rlhf.states import StateError
 
 logger = logging.getLogger(__name__)
@@ -326,7 +326,7 @@ class Run:
         lap = self._clock.lap()
         reduced = self.metrics.reduce(
             totals={"tokens": self._tokens, "cpu": self._clock.cpu_lap()},
-            maxima={**lap, "startup": startup, "memory": float(peak_memory_bytes())},
+            maxima={**lap, "startup": startup, "memory": float(memory.peak_bytes())},
         )
         self._tokens = 0
         tokens, seconds = reduced.totals["tokens"], dict(reduced.maxima)

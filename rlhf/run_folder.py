@@ -4,7 +4,6 @@ import logging
 import os
 import platform
 import random
-import resource
 import shlex
 import sys
 import time
@@ -46,14 +45,6 @@ def environment(*, stage: str, seed: int) -> dict[str, Any]:
         "git_commit": artifacts.git_commit(),
         "versions": artifacts.versions(),
     }
-
-
-def peak_memory_bytes() -> int:
-    """Most accelerator memory allocated so far by this process, or its largest resident set without an accelerator."""
-    if distributed.device().type != "cpu":
-        return int(torch.get_device_module(distributed.device()).max_memory_allocated())
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # kilobytes on Linux
 
 
 def claim_folder(folder: Path, *, resume: bool) -> None:

@@ -17,8 +17,9 @@ from rlhf.data.batching import Batching
 from rlhf.data.dataset import training_texts
 from rlhf.data.splits import Stage
 from rlhf.data.template import ChatTemplate, load_template
-from rlhf.distributed import all_gather_objects, broadcast_object, device_type, free_memory, is_main, together
+from rlhf.distributed import all_gather_objects, broadcast_object, device_type, is_main, together
 from rlhf.engine import TrainEngine
+from rlhf.memory import free_bytes
 from rlhf.model_folder import save_model_folder
 from rlhf.models.attention import FAMILIES, takes_layout
 from rlhf.models.build import load_tokenizer, read_config, tokenizer_fingerprint, train_bpe
@@ -149,7 +150,7 @@ def choose_scoring(
         tokens, reason = CPU_SCORE_TOKENS, "on CPUs"
     else:
         configs = {role: read_config(model, language.tokenizer) for role, model in models.items()}
-        free = min(all_gather_objects(free_memory()))
+        free = min(all_gather_objects(free_bytes()))
         per_token = max(
             forward_bytes_per_token(
                 config,

@@ -11,7 +11,7 @@ class DeepSpeedConfigs:
     """The DeepSpeed JSON of each role: a path, or a name in ds_configs."""
 
     actor: str
-    """Actor (trainable); its `hybrid_engine` section says how it generates."""
+    """Actor (trainable)."""
     critic: str
     """Critic (trainable)."""
     reference: str = "frozen"
@@ -34,6 +34,14 @@ class RolloutConfig:
     """What vLLM may take of the machine."""
     batch_size: int = 64
     """Sequences decoded side by side on one rank."""
+    weights: Literal["auto", "gathered", "layerwise"] = "auto"
+    """How the actor's weights come to the decoder: whole on a rank or a group of ranks, or (ZeRO-3) gathered layer by
+    layer in each forward; `auto`: whole if they fit a rank, else over as few ranks as they fit, else layer by layer."""
+    tensor_parallel: int | None = None
+    """Ranks that share one copy of the weights and decode their prompts together; null: 1, or what `weights: auto`
+    finds."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Type of the weights that decode; null: the one that the actor is trained in."""
     old_logprobs: Literal["decoder", "rescore"] = "decoder"
     """Log-probs of the sampling policy: as the decoder computed them, or by one more forward of the actor."""
 
@@ -41,6 +49,24 @@ class RolloutConfig:
         for name in ("prompts_per_step", "samples_per_prompt", "batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"rollout.{name} must be >= 1, got {getattr(self, name)}.")
+        if self.tensor_parallel is not None and self.tensor_parallel < 1:
+            raise ValueError(f"rollout.tensor_parallel must be >= 1 or null, got {self.tensor_parallel}.")
+        shared = self.tensor_parallel is not None and self.tensor_parallel > 1
+        if self.weights == "layerwise" and shared:
+            raise ValueError(
+                f"rollout.tensor_parallel={self.tensor_parallel} shares a copy of the weights, but rollout.weights is "
+                "`layerwise`, which makes none. Set one of them."
+            )
+        if self.weights == "layerwise" and self.dtype is not None:
+            raise ValueError(
+                f"rollout.dtype={self.dtype} needs a copy of the weights, but rollout.weights is `layerwise`, which "
+                "makes none. Leave one of them out."
+            )
+        if self.engine == "vllm" and (shared or self.weights == "layerwise"):
+            raise ValueError(
+                "rollout.engine is vllm, which takes whole weights on each rank. Leave rollout.tensor_parallel and "
+                "rollout.weights=layerwise out, or set rollout.engine=builtin."
+            )
 
     @property
     def num_sequences(self) -> int:
@@ -214,6 +240,35 @@ class PPOConfig:
             raise ValueError(
                 f"sampling.min_new_tokens={self.sampling.min_new_tokens} is above data.max_response_tokens="
                 f"{self.data.max_response_tokens}. Lower it."
+            )
+
+    def check_rollout(self, *, trained_in: str, zero_stage: int, world_size: int) -> None:
+        """Check the rollout against how the actor runs, which its DeepSpeed JSON says.
+
+        Args:
+            trained_in: type that the actor computes in.
+            zero_stage: of the actor.
+            world_size: number of ranks.
+
+        Raises:
+            ValueError: they do not fit.
+        """
+        rollout = self.rollout
+        if rollout.weights == "layerwise" and zero_stage != 3:
+            raise ValueError(
+                f"rollout.weights is `layerwise`, but the actor runs at ZeRO stage {zero_stage}, where every rank has "
+                "whole weights. Set it to auto, or take a DeepSpeed JSON of stage 3."
+            )
+        if rollout.tensor_parallel and world_size % rollout.tensor_parallel:
+            raise ValueError(
+                f"rollout.tensor_parallel={rollout.tensor_parallel} does not divide the {world_size} ranks into "
+                f"groups. Use a divisor of {world_size}."
+            )
+        if rollout.dtype not in (None, trained_in) and rollout.old_logprobs != "rescore":
+            raise ValueError(
+                f"rollout.dtype={rollout.dtype}, but the actor is trained in {trained_in} and rollout.old_logprobs is "
+                "`decoder`: every policy ratio would compare two types. Set rollout.old_logprobs=rescore, and "
+                "update.importance_cap=2 to weigh what they round differently."
             )
 
     def _check_models(self) -> None:

@@ -6,7 +6,8 @@ Run with `deepspeed --module step3_ppo.train --config ppo.yaml`, or as one plain
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -18,12 +19,16 @@ from rlhf.config import TokenizerConfig, parse_config
 from rlhf.data.batching import Batching
 from rlhf.data.dataset import PromptRow, build_dataset, report_lines
 from rlhf.data.loader import Loader, evenly_spaced
-from rlhf.distributed import all_gather_objects, rank, shutdown, world_size
+from rlhf.distributed import all_gather_objects, all_max, device, rank, shutdown, world_size
 from rlhf.engine import setup
+from rlhf.memory import measure_growth
+from rlhf.models.build import read_config
 from rlhf.rollout.answers import Voice
+from rlhf.rollout.plan import Demand, MemoryPlan
 from rlhf.rollout.selfcheck import check_greedy
+from rlhf.rollout.split import check_split
 from rlhf.rollout.vllm import VLLMEngine
-from rlhf.rollout.weights import lend_weights
+from rlhf.rollout.weights import Lending, choose_lending, lend_weights
 from rlhf.rules import rule_named
 from rlhf.run import Run
 from rlhf.stage import Language, choose_batching, choose_scoring, export_model, load_language
@@ -47,6 +52,7 @@ def train(cfg: PPOConfig) -> None:
     ds = load_ds_configs(cfg)
     language = load_language(cfg.data, TokenizerConfig(), cfg.actor, stage="ppo")
     check_language(cfg, language)
+    check_rollout(cfg, language, ds["actor"])
     prompts = build_dataset(
         cfg.data, stage="ppo", part="train", template=language.template, tokenizer=language.tokenizer
     )
@@ -73,16 +79,14 @@ def train(cfg: PPOConfig) -> None:
     parts: dict[str, Stateful] = {"loader": loader, "kl_coef": kl_coef, "scale": scale}
     checkpoints = Checkpoints(run, engines, parts, language=language)
     checkpoints.resume()
-    voice = make_voice(cfg, language, roles)
-    if voice.vllm is None:
-        voice = trusted_voice(roles, voice, rows or [prompts[0]])
+    voice = trusted_voice(roles, make_voice(cfg, language, roles), rows or [prompts[0]])
     dtype = ds_config.dtype_name(ds["actor"])
     score_batching, update_batching = make_batchings(cfg, language, ds)
 
     evaluate = make_evaluation(cfg, roles, voice, judges, score_batching, rows, run)
     before = run.once("before", lambda: evaluate(0, "before"))
     for step, micro_batches in checkpoints.steps(loader):
-        with run.timer("rollout"):
+        with run.timer("rollout"), rollout_memory(run, voice.plan, step=step):
             mine = [row for micro in micro_batches for row in micro]
             samples, decoded = roll_out(
                 roles, voice, mine, samples_per_prompt=cfg.rollout.samples_per_prompt, seed=cfg.run.seed, step=step
@@ -114,16 +118,66 @@ def train(cfg: PPOConfig) -> None:
 
 
 def make_voice(cfg: PPOConfig, language: Language, roles: Roles) -> Voice:
-    """How the actor speaks: in rollouts and in evaluation."""
+    """How the actor speaks: in rollouts and in evaluation. Collective.
+
+    Raises:
+        ValueError: the rollout does not fit the memory that is free.
+    """
+    trained_in = ds_config.dtype_name(roles.actor.ds)
+    if cfg.rollout.dtype not in (None, trained_in) and not cfg.update.importance_cap:
+        logger.warning(
+            "rollout.dtype=%s draws from a policy that rounds otherwise than the one trained in %s, and nothing weighs "
+            "the difference. Set update.importance_cap=2, or watch ppo/logprob_gap.", cfg.rollout.dtype, trained_in,
+        )  # fmt: skip
+    dtype = None if cfg.rollout.dtype is None else getattr(torch, cfg.rollout.dtype)
+    lending, plan, vllm = Lending(dtype=dtype), None, None
+    if cfg.rollout.engine == "vllm":
+        vllm = make_vllm(cfg, language, roles)
+    else:
+        num_rows = -(-max(cfg.rollout.num_sequences, cfg.eval.generate_rows) // world_size())
+        num_tokens = cfg.data.max_prompt_tokens + cfg.data.max_response_tokens
+        lending, plan = choose_lending(
+            roles.actor,
+            Demand(num_rows=min(cfg.rollout.batch_size, num_rows), num_tokens=num_tokens),
+            weights=cfg.rollout.weights,
+            tensor_parallel=cfg.rollout.tensor_parallel,
+            dtype=dtype,
+        )
     return Voice(
         tokenizer=language.tokenizer,
         template=language.template,
         sampling=cfg.sampling,
         max_new_tokens=cfg.data.max_response_tokens,
         batch_size=cfg.rollout.batch_size,
-        gathered=roles.actor.hybrid_engine.enabled,
-        vllm=make_vllm(cfg, language, roles) if cfg.rollout.engine == "vllm" else None,
+        lending=lending,
+        plan=plan,
+        vllm=vllm,
     )
+
+
+def check_rollout(cfg: PPOConfig, language: Language, actor_ds: Mapping[str, Any]) -> None:
+    """Check that the rollout fits the actor, before a weight is loaded.
+
+    Raises:
+        ValueError: it does not.
+    """
+    trained_in = ds_config.dtype_name(actor_ds)
+    cfg.check_rollout(trained_in=trained_in, zero_stage=ds_config.zero_stage(actor_ds), world_size=world_size())
+    if cfg.rollout.tensor_parallel is not None and cfg.rollout.tensor_parallel > 1:
+        shape = read_config(model_configs(cfg)["actor"], language.tokenizer).to_dict()
+        check_split(shape, cfg.rollout.tensor_parallel)
+
+
+@contextmanager
+def rollout_memory(run: Run, plan: MemoryPlan | None, *, step: int) -> Iterator[None]:
+    """In the first step, set the metrics of planned and measured memory; without a plan nothing is measured."""
+    if plan is None or step != run.first_step + 1:
+        yield
+        return
+    risen = measure_growth()
+    yield
+    peak = all_max(torch.tensor(risen(), device=device()))
+    run.metrics.set({"memory/rollout_planned_bytes": float(plan.peak), "memory/rollout_peak_bytes": float(peak)})
 
 
 def make_vllm(cfg: PPOConfig, language: Language, roles: Roles) -> VLLMEngine:
@@ -132,7 +186,7 @@ def make_vllm(cfg: PPOConfig, language: Language, roles: Roles) -> VLLMEngine:
         cast(Any, roles.actor.module).config,
         options=cfg.rollout.vllm,
         max_num_seqs=cfg.rollout.batch_size,
-        dtype=getattr(torch, ds_config.dtype_name(roles.actor.ds)),
+        dtype=getattr(torch, cfg.rollout.dtype or ds_config.dtype_name(roles.actor.ds)),
         max_model_len=cfg.data.max_prompt_tokens + cfg.data.max_response_tokens,
         tokenizer=language.tokenizer,
     )
@@ -193,16 +247,18 @@ def make_evaluation(
 def trusted_voice(roles: Roles, voice: Voice, rows: Sequence[PromptRow]) -> Voice:
     """Compare our greedy decoding with Hugging Face's on this model; where they differ, take Hugging Face's.
 
-    Collective. All ranks take the same path, whatever each of them found.
+    Collective. All ranks take the same path, whatever each of them found. vLLM's decoding is its own affair.
     """
-    with lend_weights(roles.actor, gathered=voice.gathered) as (model, all_ranks_running):
+    if voice.vllm is not None:
+        return voice
+    with lend_weights(roles.actor, voice.lending) as lent:
         check = check_greedy(
-            model,
+            lent.model,
             [list(map(int, row.prompt_ids)) for row in rows[:4]],
             stop_token_ids=voice.stop_token_ids,
             max_new_tokens=min(20, voice.max_new_tokens),
             pad_id=int(voice.tokenizer.pad_token_id),
-            all_ranks_running=all_ranks_running,
+            all_ranks_running=lent.all_ranks_running,
         )
     agreed = all(all_gather_objects(check.ok))
     if agreed:

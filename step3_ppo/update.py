@@ -45,6 +45,7 @@ def update(
     """
     trains_actor = step > config.critic_warmup_steps
     num_skipped = 0
+    rounding = max(TOLERANCE[dtype], TOLERANCE[voice.lending.computes_in(dtype)])
     num_minibatches = config.epochs * -(-len(experience.sequences) // config.minibatch_size)
     for epoch in range(config.epochs):
         minibatches = experience.minibatches(
@@ -67,9 +68,9 @@ def update(
             count = _global_count(micro_batches)
             if trains_actor:
                 # Only there is the actor still the policy that sampled.
-                of_sampler = epoch == number == 0
+                gap_limit = rounding if epoch == number == 0 else None
                 kl_old = _update_actor(
-                    roles, micro_batches, voice, config, run, count=count, of_sampler=of_sampler, dtype=dtype
+                    roles, micro_batches, voice, config, run, count=count, gap_limit=gap_limit, dtype=dtype
                 )
                 if config.target_kl and kl_old > config.target_kl:
                     num_skipped = 1
@@ -91,13 +92,13 @@ def _update_actor(
     run: Run,
     *,
     count: float,
-    of_sampler: bool,
+    gap_limit: float | None,
     dtype: str,
 ) -> float:
     """One optimiser step of the actor; returns KL of the rollout policy to the actor before it, nats per token.
 
-    With `of_sampler` the weights are those that sampled: how far the decoder's log-probs are from this forward's is
-    measured, and said if it is more than rounding.
+    With `gap_limit` the weights are those that sampled: how far the decoder's log-probs are from this forward's is
+    measured, and said if it is more.
     """
     sums = torch.zeros(2, device=roles.actor.device)
     for i, micro in enumerate(micro_batches):
@@ -124,12 +125,12 @@ def _update_actor(
     update = roles.actor.step()
     run.metrics.set({"train/lr": update.lr, "train/grad_norm": update.grad_norm})
     kl_old, gap = (all_sum(sums) / count).tolist()
-    if of_sampler:
+    if gap_limit is not None:
         run.metrics.set({"ppo/logprob_gap": gap})
-        if not gap <= TOLERANCE[dtype]:
+        if not gap <= gap_limit:
             logger.warning(
-                "decoder and update differ by %.2e nats per token on the same weights, more than rounding in %s "
-                "(%.0e). Set rollout.old_logprobs=rescore.", gap, dtype, TOLERANCE[dtype],
+                "decoder and update differ by %.2e nats per token on the same weights, more than rounding (%.0e). Set "
+                "rollout.old_logprobs=rescore and update.importance_cap=2.", gap, gap_limit,
             )  # fmt: skip
     return float(kl_old)
 

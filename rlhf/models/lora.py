@@ -63,6 +63,37 @@ def linear_layers(model: PreTrainedModel) -> list[str]:
     ]
 
 
+def is_adapted(module: nn.Module) -> bool:
+    """Whether this is a linear layer of peft with active low-rank adapters of the plain kind, not merged."""
+    layer = cast(Any, module)
+    if not (hasattr(module, "base_layer") and getattr(module, "lora_A", None)):
+        return False
+    plain = not layer.lora_variant and not any(layer.lora_bias.values())
+    return plain and not layer.merged and not layer.disable_adapters
+
+
+def adapter_weights(module: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter, float]]:
+    """A, B and the scaling of each active adapter of a layer; none for a layer without."""
+    layer = cast(Any, module)
+    if not is_adapted(module):
+        return []
+    return [
+        (layer.lora_A[name].weight, layer.lora_B[name].weight, float(layer.scaling[name]))
+        for name in layer.active_adapters
+        if name in layer.lora_A
+    ]
+
+
+def merged_weight(module: nn.Module) -> Tensor:
+    """W + scaling * B A of an adapted layer, in float32, in W's layout and type; W is not changed."""
+    base = cast(Any, module).base_layer
+    is_transposed = isinstance(base, Conv1D)
+    weight_OI = cast(Tensor, base.weight.detach().T if is_transposed else base.weight.detach()).float()
+    for lora_A, lora_B, scaling in adapter_weights(module):
+        weight_OI = torch.addmm(weight_OI, lora_B.detach().float(), lora_A.detach().float(), alpha=scaling)
+    return (weight_OI.T if is_transposed else weight_OI).to(base.weight.dtype)
+
+
 def merged_state_dict(state_dict: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """State dict of the base model with the adapters added to its weights: W + alpha / rank * B A, in float32.
 

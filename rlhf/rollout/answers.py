@@ -1,7 +1,7 @@
 """Answering rows of a data set with the policy: the ranks share the rows, every rank gets all answers."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -9,13 +9,15 @@ from transformers import PreTrainedTokenizerBase
 from rlhf.config import SamplingConfig
 from rlhf.data.dataset import PromptRow
 from rlhf.data.template import ChatTemplate
-from rlhf.distributed import all_gather_objects, rank, world_size
+from rlhf.distributed import Group, all_gather_objects, rank, world_size
 from rlhf.engine import FrozenEngine, TrainEngine
 from rlhf.models.lora import merged_state_dict
 from rlhf.rollout.decode import PREFILL_TOKENS, Response, RolloutStats, generate
+from rlhf.rollout.job import Request
 from rlhf.rollout.plain import generate_plain
+from rlhf.rollout.plan import MemoryPlan
 from rlhf.rollout.vllm import VLLMEngine
-from rlhf.rollout.weights import lend_weights
+from rlhf.rollout.weights import Lending, lend_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +46,11 @@ class Voice:
     sampling: SamplingConfig
     max_new_tokens: int
     batch_size: int
-    """Sequences decoded side by side on one rank."""
-    gathered: bool = True
-    """Under ZeRO-3, decode on whole weights gathered once; false: layer by layer, the ranks in step."""
+    """Sequences decoded side by side on one rank; a group of ranks takes as many for each of its ranks."""
+    lending: Lending = field(default_factory=Lending)
+    """How the policy's weights come to the decoder."""
+    plan: MemoryPlan | None = None
+    """What a rollout will take of a rank's memory, if that was asked."""
     plain: bool = False
     """Decode by Hugging Face's generate, for a model on which ours was found to differ from it."""
     vllm: VLLMEngine | None = None
@@ -72,7 +76,7 @@ def draw_responses(
     step: int,
     on_stats: Callable[[RolloutStats], None] | None = None,
 ) -> list[Response]:
-    """Sample one response to each of this rank's prompts; a collective under ZeRO-3.
+    """Sample one response to each of this rank's prompts; a collective unless every rank has weights of its own.
 
     Args:
         engine: holds the policy.
@@ -81,49 +85,63 @@ def draw_responses(
         sample_ids: number of the sample for each prompt, so that several samples of one prompt differ.
         seed: of the run.
         step: of training; a prompt met again at another step gets another response.
-        on_stats: gets what this rank's rollout did, unless Hugging Face's generate or vLLM did it.
+        on_stats: gets what this rank's rollout did, unless Hugging Face's generate or vLLM did it; of a group, its
+            first rank alone tells.
     """
+    requests = [
+        Request(list(map(int, row.prompt_ids)), row.uid, sample_id)
+        for row, sample_id in zip(prompts, sample_ids, strict=True)
+    ]
+    shared: dict[str, Any] = {
+        "sampling": voice.sampling,
+        "stop_token_ids": voice.stop_token_ids,
+        "max_new_tokens": voice.max_new_tokens,
+        "seed": seed,
+        "step": step,
+    }
     if voice.vllm is not None:
-        with lend_weights(engine, gathered=True) as (model, _):
-            voice.vllm.push_weights(merged_state_dict(model.state_dict(), model).items())
-        responses = voice.vllm.generate(
-            [list(map(int, row.prompt_ids)) for row in prompts],
-            uids=[row.uid for row in prompts],
-            sample_ids=list(sample_ids),
-            sampling=voice.sampling,
-            stop_token_ids=voice.stop_token_ids,
-            max_new_tokens=voice.max_new_tokens,
-            seed=seed,
-            step=step,
-        )
+        with lend_weights(engine, voice.lending) as lent:
+            voice.vllm.push_weights(merged_state_dict(lent.model.state_dict(), lent.model).items())
+        responses = voice.vllm.generate(**_columns(requests), **shared)
         voice.vllm.rest()
         return responses
-    with lend_weights(engine, gathered=voice.gathered) as (model, all_ranks_running):
-        token_ids = [list(map(int, row.prompt_ids)) for row in prompts]
-        uids = [row.uid for row in prompts]
-        shared: dict[str, Any] = {
-            "sampling": voice.sampling,
-            "stop_token_ids": voice.stop_token_ids,
-            "max_new_tokens": voice.max_new_tokens,
-            "seed": seed,
-            "step": step,
-            "pad_id": voice.tokenizer.pad_token_id,
-            "batch_size": voice.batch_size,
-            "tokenizer": voice.tokenizer,
-            "all_ranks_running": all_ranks_running,
-        }
+    with lend_weights(engine, voice.lending) as lent:
+        all_requests, mine = _of_group(requests, lent.group)
+        shared.update(
+            _columns(all_requests),
+            pad_id=voice.tokenizer.pad_token_id,
+            batch_size=voice.batch_size * (lent.group.size if lent.group else 1),
+            tokenizer=voice.tokenizer,
+            all_ranks_running=lent.all_ranks_running,
+        )
         if voice.plain:
-            return generate_plain(model, token_ids, uids=uids, sample_ids=list(sample_ids), **shared)
+            return generate_plain(lent.model, **shared)[mine]
+        tells = lent.group is None or lent.group.rank == 0
         return generate(
-            model,
-            token_ids,
-            uids=uids,
-            sample_ids=list(sample_ids),
+            lent.model,
             prefill_tokens=voice.prefill_tokens,
             pack_weights=voice.pack_weights,
-            on_stats=on_stats,
+            on_stats=on_stats if tells else None,
             **shared,
-        )
+        )[mine]
+
+
+def _columns(requests: Sequence[Request]) -> dict[str, Any]:
+    """Requests as the decoders' arguments."""
+    return {
+        "prompts": [request.prompt for request in requests],
+        "uids": [request.uid for request in requests],
+        "sample_ids": [request.sample_id for request in requests],
+    }
+
+
+def _of_group(requests: list[Request], group: Group | None) -> tuple[list[Request], slice]:
+    """The requests of all ranks that decode together, and which of them are this rank's."""
+    if group is None:
+        return requests, slice(None)
+    parts = group.gather_objects(requests)
+    first = sum(map(len, parts[: group.rank]))
+    return [request for part in parts for request in part], slice(first, first + len(requests))
 
 
 def answer_rows(

@@ -58,6 +58,11 @@ class BufferCache(Cache):
             cast(BufferLayer, layer).close(to_M, source_M, num_left=num_left)
 
 
+def cache_dtype(computed_in: torch.dtype, device_type: str) -> torch.dtype:
+    """Type that a `SlotCache` keeps keys and values in."""
+    return torch.float32 if device_type == "cpu" else computed_in
+
+
 class SlotCache(Cache):
     """Keys and values of rows that come and go, in buffers made once.
 
@@ -107,7 +112,7 @@ class SlotCache(Cache):
 
     def _buffer(self, states: Tensor) -> Tensor:
         _, num_heads, _, head_size = states.shape
-        dtype = torch.float32 if states.device.type == "cpu" else states.dtype
+        dtype = cache_dtype(states.dtype, states.device.type)
         # Zeros and not whatever memory held: a masked call gives it weight 0, and 0 times NaN is NaN.
         shape = (self.num_slots, num_heads, self.capacity, head_size)
         return torch.zeros(shape, dtype=dtype, device=states.device)

@@ -112,8 +112,8 @@ def generate(  # noqa: PLR0913  the coordinates of sampling are named one by one
         raise ValueError(f"stop_token_ids={list(stop_token_ids)} lack {missing} of sampling.stop_token_ids. Add them.")
     if pack_weights and all_ranks_running is not None:
         raise ValueError(
-            "pack_weights=True needs whole weights, but these are sharded. Enable hybrid_engine in the actor's "
-            "DeepSpeed JSON, so that weights are gathered for the rollout, or leave pack_weights unset."
+            "pack_weights=True needs whole weights, but these are sharded. Set rollout.weights=gathered, so that they "
+            "are gathered for the rollout, or leave pack_weights unset."
         )
     device = next(model.parameters()).device
     if sync_every is None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from rlhf.models.linear import FEWEST_WEIGHTS, CPULinear, onednn_multiplies, product, reorder
+from rlhf.models.lora import is_adapted, merged_weight
 
 logger = logging.getLogger(__name__)
 
@@ -48,28 +49,16 @@ def packed_linears(model: nn.Module) -> Iterator[Packing]:
     """
     start = time.perf_counter()
     replaced: list[nn.Module] = []
-    inside: set[nn.Module] = set()
     num_bytes = 0
     try:
-        for module in model.modules():
-            if module in inside or "forward" in vars(module):
-                continue
-            merged = _is_adapted(module)
-            linear = cast(nn.Module, module.base_layer) if merged else module
-            if not _is_linear(linear):
-                continue
-            weight = cast(Tensor, linear.weight).detach()
-            # Narrower types always save, and torch's own product of them sets up the same call.
-            large = weight.dtype != torch.float32 or weight.numel() >= FEWEST_WEIGHTS
-            packable = weight.device.type == "cpu" and large and onednn_multiplies(weight.dtype)
-            if not (merged or packable):
-                continue
-            weight_OI = _with_adapters(module, weight) if merged else weight.T if isinstance(linear, Conv1D) else weight
-            bias = cast(Tensor | None, linear.bias)
+        for layer in _layers_to_copy(model, device_type=next(model.parameters()).device.type):
+            weight = merged_weight(layer.module) if is_adapted(layer.module) else layer.weight.detach()
+            weight_OI = weight.T if isinstance(layer.linear, Conv1D) else weight
+            bias = cast(Tensor | None, layer.linear.bias)
             # The instance's attribute hides the class's method; hooks still run around it.
-            vars(module)["forward"] = (_packed_forward if packable else _plain_forward)(weight_OI, bias)
-            replaced.append(module)
-            inside.update(module.modules())
+            make_forward = _packed_forward if layer.is_packed else _plain_forward
+            vars(layer.module)["forward"] = make_forward(weight_OI, bias)
+            replaced.append(layer.module)
             num_bytes += weight_OI.numel() * weight_OI.element_size()
         packing = Packing(num_layers=len(replaced), num_bytes=num_bytes, seconds=time.perf_counter() - start)
         _announce(packing.num_layers, num_bytes, seconds=packing.seconds)
@@ -77,6 +66,45 @@ def packed_linears(model: nn.Module) -> Iterator[Packing]:
     finally:
         for module in replaced:
             del vars(module)["forward"]
+
+
+def copied_bytes(model: nn.Module, *, device_type: str) -> int:
+    """Bytes of the copies that `packed_linears` would make of a model on such a device; it may lie on another."""
+    layers = _layers_to_copy(model, device_type=device_type)
+    return sum(layer.weight.numel() * layer.weight.element_size() for layer in layers)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A layer that computes on a copy."""
+
+    module: nn.Module
+    """The layer, around its adapters if it has any."""
+    linear: nn.Module
+    is_packed: bool
+    """In oneDNN's order."""
+
+    @property
+    def weight(self) -> Tensor:
+        return cast(Tensor, self.linear.weight)
+
+
+def _layers_to_copy(model: nn.Module, *, device_type: str) -> Iterator[_Layer]:
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        if module in inside or "forward" in vars(module):
+            continue
+        merged = is_adapted(module)
+        linear = cast(nn.Module, module.base_layer) if merged else module
+        if not _is_linear(linear):
+            continue
+        weight = cast(Tensor, linear.weight)
+        # Narrower types always save, and torch's own product of them sets up the same call.
+        large = weight.dtype != torch.float32 or weight.numel() >= FEWEST_WEIGHTS
+        is_packed = device_type == "cpu" and large and onednn_multiplies(weight.dtype)
+        if merged or is_packed:
+            inside.update(module.modules())
+            yield _Layer(module, linear, is_packed)
 
 
 def _packed_forward(weight_OI: Tensor, bias_O: Tensor | None) -> Callable[[Tensor], Tensor]:
@@ -102,26 +130,6 @@ def _is_linear(module: nn.Module) -> bool:
         type(module).forward in (nn.Linear.forward, CPULinear.forward, Conv1D.forward)
         and cast(Tensor, module.weight).ndim == 2
     )
-
-
-def _is_adapted(module: nn.Module) -> bool:
-    """A linear layer of peft with active low-rank adapters of the plain kind, not merged."""
-    layer = cast(Any, module)
-    if not (hasattr(module, "base_layer") and getattr(module, "lora_A", None)) or not _is_linear(layer.base_layer):
-        return False
-    plain = not layer.lora_variant and not any(layer.lora_bias.values())
-    return plain and not layer.merged and not layer.disable_adapters
-
-
-def _with_adapters(module: nn.Module, weight: Tensor) -> Tensor:
-    """W + scaling * B A, in float32, in the base weight's type, [out, in]."""
-    layer = cast(Any, module)
-    weight_OI = (weight.T if isinstance(layer.base_layer, Conv1D) else weight).float()
-    for name in layer.active_adapters:
-        if name in layer.lora_A:
-            lora_A, lora_B = layer.lora_A[name].weight.detach(), layer.lora_B[name].weight.detach()
-            weight_OI = torch.addmm(weight_OI, lora_B.float(), lora_A.float(), alpha=float(layer.scaling[name]))
-    return weight_OI.to(weight.dtype)
 
 
 _announced: set[tuple[int, int]] = set()

@@ -42,8 +42,8 @@ def generate_plain(  # noqa: PLR0913  the signature of decode.generate, which it
     """
     if all_ranks_running is not None:
         raise ValueError(
-            "the plain path cannot decode on sharded weights. Enable hybrid_engine in the actor's DeepSpeed JSON, so "
-            "that weights are gathered for the rollout."
+            "the plain path cannot decode on sharded weights. Set rollout.weights=gathered, so that they are gathered "
+            "for the rollout."
         )
     device = next(model.parameters()).device
     stops = StopRule(token_ids=frozenset(stop_token_ids), strings=tuple(sampling.stop_strings), tokenizer=tokenizer)

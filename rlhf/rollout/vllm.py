@@ -115,7 +115,7 @@ class VLLMEngine:
 
         Args:
             named_tensors: whole tensors under their Hugging Face names, on any device and of any float type:
-                `lora.merged_state_dict(model.state_dict(), model).items()` inside `lend_weights(gathered=True)`.
+                `lora.merged_state_dict(model.state_dict(), model).items()` inside `lend_weights`.
 
         Raises:
             ValueError: a weight is missing, unknown or of another shape.

@@ -192,13 +192,12 @@ def folder_job(*, folder: str, name: str, tie: bool) -> float:
         trained.module, trained, tokenizer(), folder, stop_token_id=EOS, finish=finished.append
     )  # fmt: skip
     assert len(finished) == (distributed.rank() == 0)
-    difference = 0.0
+    loaded, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    token_ids_BT = torch.tensor([[5, 9, 7, 33]])
     with torch.no_grad(), trained.generation_module() as module:
-        loaded, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-        assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
-        token_ids_BT = torch.tensor([[5, 9, 7, 33]])
-        difference = (loaded(token_ids_BT).logits - module(token_ids_BT).logits).abs().max().item()
-    return difference
+        difference = (loaded(token_ids_BT).logits - module(token_ids_BT).logits).abs().max()
+    return float(difference)
 
 
 @pytest.mark.parametrize("tie", [True, False])

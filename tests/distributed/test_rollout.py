@@ -11,7 +11,7 @@ from rlhf.config import SamplingConfig
 from rlhf.models.policy import Policy
 from rlhf.rollout.decode import Response, generate
 from rlhf.rollout.selfcheck import check_greedy
-from rlhf.rollout.weights import lend_weights
+from rlhf.rollout.weights import Lending, lend_weights
 from tests.distributed.harness import Ranks
 from tests.distributed.tiny import EOS, VOCAB, engine_of, tiny_opt
 
@@ -66,10 +66,11 @@ def rollout_job(name: str) -> list[dict[str, Any]]:
     for _ in range(2):
         state = trained.full_state_dict()
         for gathered in (True, False):
-            with lend_weights(trained, gathered=gathered) as (model, all_ranks_running):
+            with lend_weights(trained, Lending(layerwise=not gathered)) as lent:
+                model = lent.model
                 forwards: list[int] = []
                 counter = model.register_forward_pre_hook(lambda *_, seen=forwards: seen.append(1))
-                common = {"all_ranks_running": all_ranks_running}
+                common = {"all_ranks_running": lent.all_ranks_running}
                 responses = sample(model, mine, **common)
                 forwards.clear()
                 # Rank 0 stops at its first token; rank 1 has no stop token; afterwards rank 0 has no row at all.

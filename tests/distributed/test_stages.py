@@ -41,7 +41,13 @@ NUM_ROWS = 36
 # learning rate in a direction that rounding chooses.
 EPS = 1e-5
 TWO_RANKS = ("cpu_zero0", "cpu_zero3")
-ACTORS = ("cpu_zero0", "cpu_zero3", "cpu_zero3_hybrid")
+# DeepSpeed JSON of the actor, and how its weights come to the decoder.
+ACTORS: dict[str, tuple[str, dict[str, Any]]] = {
+    "whole": ("cpu_zero0", {}),
+    "gathered": ("cpu_zero3_hybrid", {}),
+    "layerwise": ("cpu_zero3", {"rollout__weights": "layerwise"}),
+    "shared": ("cpu_zero3", {"rollout__tensor_parallel": 2}),
+}
 
 
 def sft(folder: Path, name: str, **changes: Any) -> None:
@@ -155,7 +161,10 @@ def broken_on_rank_1(folder: Path) -> str:
 
 def ppo_job(folder: Path) -> dict[str, list[list[list[int]]]]:
     engine.setup(timeout_seconds=60)
-    return {name: ppo(folder, name) for name in ACTORS}
+    return {
+        way: ppo(folder, name, **changes, run__out_dir=str(folder / f"ppo_{way}"))
+        for way, (name, changes) in ACTORS.items()
+    }
 
 
 class Runs:
@@ -228,18 +237,41 @@ def test_step2_is_one_trajectory(runs: Runs, name: str) -> None:
     assert one.joinpath("data.json").read_text() == two.joinpath("data.json").read_text()
 
 
-@pytest.mark.parametrize("name", ACTORS)
-def test_step3_is_one_trajectory(runs: Runs, name: str) -> None:
-    """Responses token for token, rewards, whitening, minibatches, both updates; sharded and gathered rollouts."""
+@pytest.mark.parametrize("way", ACTORS)
+def test_step3_is_one_trajectory(runs: Runs, way: str) -> None:
+    """Responses token for token, rewards, whitening, minibatches, both updates, however the decoder gets weights."""
     (alone,) = runs.after(one_rank_job, world_size=1)
     on_ranks = runs.after(ppo_job)
     assert on_ranks[0] == on_ranks[1], "every rank holds all sequences"
-    assert on_ranks[0][name] == alone
+    assert on_ranks[0][way] == alone
     assert len(alone) == 2 and len({tuple(ids) for step in alone for ids in step}) > 5
-    one, two = runs.folder / "ppo_cpu_zero0_1", runs.folder / f"ppo_{name}_2"
+    one, two = runs.folder / "ppo_cpu_zero0_1", runs.folder / f"ppo_{way}"
     assert_same_run(one, two, rel=1e-4, weight=2e-5)
     assert_same_weights(one / "critic", two / "critic", weight=2e-5)
+    log = (two / "log.txt").read_text()
+    assert {"layerwise": "layer by layer", "shared": "shared by 2 ranks"}.get(way, "whole on each rank") in log
     assert (two / "critic/manifest.json").is_file()
+
+
+def bfloat16_job(folder: Path) -> list[list[list[int]]]:
+    """A float32 actor, sharded, that decodes in bfloat16 on weights shared by the ranks."""
+    engine.setup(timeout_seconds=60)
+    return ppo(
+        folder, "cpu_zero3", run__out_dir=str(folder / "ppo_bfloat16"), rollout__dtype="bfloat16",
+        rollout__tensor_parallel=2, rollout__old_logprobs="rescore", update__importance_cap=2.0,
+    )  # fmt: skip
+
+
+def test_step3_decodes_in_another_type(runs: Runs) -> None:
+    """The update stays a float32 one, on ratios of its own forwards; the gap to the decoder is bfloat16's."""
+    first, second = runs.after(bfloat16_job)
+    assert first == second and len(first) == 2
+    folder = runs.folder / "ppo_bfloat16"
+    assert all(1e-5 < gap < 2e-2 for gap in series(folder, "ppo/logprob_gap"))
+    assert series(folder, "ppo/kl_ref")[0] == pytest.approx(0.0, abs=1e-4)
+    log = (folder / "log.txt").read_text()
+    assert "weights shared by 2 ranks in bfloat16; planned for each rank:" in log
+    assert "more than rounding" not in log and "nothing weighs the difference" not in log
 
 
 def test_a_loss_that_is_not_finite_on_one_rank_stops_both(runs: Runs) -> None:

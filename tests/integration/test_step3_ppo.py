@@ -16,6 +16,7 @@ from rlhf.artifacts import ArtifactError, read_manifest
 from rlhf.config import TokenizerConfig
 from rlhf.engine import NonFiniteError, TrainEngine
 from rlhf.rollout import answers
+from rlhf.rollout import weights as lending
 from rlhf.rollout.selfcheck import SelfCheck
 from rlhf.run import Run
 from rlhf.stage import CPU_SCORE_TOKENS, load_language
@@ -130,6 +131,43 @@ def test_before_the_first_update_kl_is_0_and_the_ratio_1(
     assert series(tmp_path / "ppo", "policy/clip_frac") == [0.0]
     # With ratio 1 the loss is minus the mean of advantages that were whitened over these very tokens: 0.
     assert series(tmp_path / "ppo", "policy/loss") == [pytest.approx(0.0, abs=1e-5)]
+
+
+def test_a_rollout_in_another_type(
+    models: Models, tmp_path: Path, experiences: list[Experience], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The ratio is between two forwards of the actor, hence 1; how far the decoder is from them is measured."""
+    # One minibatch, so that the measured gap is over all sequences.
+    update = {"update__epochs": 1, "update__minibatch_size": 8}
+    named = {"rollout__dtype": "bfloat16", "rollout__old_logprobs": "rescore", "max_steps": 1, **update, **NO_EVAL}
+    train(models.config(tmp_path / "cap", update__importance_cap=2.0, **named))
+    assert "Set update.importance_cap=2" not in caplog.text
+    (experience,) = experiences
+    gaps = torch.cat([(s.old_logprob_R - s.rollout_logprob_R).abs() for s in experience.sequences])
+    assert 1e-5 < float(gaps.mean()) < 2e-2
+    assert all(torch.equal(s.old_logprob_R, s.ref_logprob_R) for s in experience.sequences)
+    assert series(tmp_path / "cap", "ppo/logprob_gap") == [pytest.approx(float(gaps.mean()), rel=1e-2)]
+    (planned,), (risen,) = (
+        [line[name] for line in metric_lines(tmp_path / "cap", measured=True) if name in line]
+        for name in ("memory/rollout_planned_bytes", "memory/rollout_peak_bytes")
+    )
+    weights_bytes = 2 * sum(p.numel() for p in weights(tmp_path / "cap/model").values())
+    assert planned > weights_bytes and risen >= 0
+    train(models.config(tmp_path / "no_cap", **named))
+    assert "rollout.dtype=bfloat16 draws from a policy that rounds otherwise" in caplog.text
+    with pytest.raises(ValueError, match="rollout.old_logprobs is `decoder`"):
+        train(models.config(tmp_path / "refused", rollout__dtype="bfloat16"))
+    assert not (tmp_path / "refused").exists(), "refused before anything is written"
+
+
+def test_a_rollout_that_does_not_fit_is_an_error_before_it(
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """E17: with what it needs, what is free and what to change."""
+    monkeypatch.setattr(lending, "free_bytes", lambda: 50_000)
+    monkeypatch.setattr(program, "check_greedy", lambda *_, **__: pytest.fail("it decodes"))
+    with pytest.raises(ValueError, match=r"the rollout needs .* free it may take 90%. Lower rollout.batch_size"):
+        train(models.config(tmp_path / "ppo"))
 
 
 def test_a_reference_that_is_not_the_actors_start_is_an_error(

@@ -20,7 +20,7 @@ from rlhf.ops import transform_logits
 from rlhf.rollout.decode import Response, generate
 from rlhf.rollout.selfcheck import compare_greedy
 from rlhf.rollout.vllm import VLLMEngine
-from rlhf.rollout.weights import lend_weights
+from rlhf.rollout.weights import Lending, lend_weights
 from step1_sft.train import train as train_sft
 from step2_reward.train import train as train_reward
 from step3_ppo.train import train as train_ppo
@@ -261,9 +261,9 @@ def two_rank_job(name: str) -> list[tuple[list[Response], list[Response]]]:
     prompts = [PROMPTS[row] for row in rows]
     found = []
     for _ in range(2):
-        with lend_weights(trained, gathered=True) as (lent, _):
-            vllm.push_weights(merged_state_dict(lent.state_dict(), lent).items())
-            wanted = generate(lent, prompts, **arguments_of(rows), pad_id=EOS, batch_size=2)
+        with lend_weights(trained, Lending()) as lent:
+            vllm.push_weights(merged_state_dict(lent.model.state_dict(), lent.model).items())
+            wanted = generate(lent.model, prompts, **arguments_of(rows), pad_id=EOS, batch_size=2)
         found.append((vllm.generate(prompts, **arguments_of(rows)), wanted))
         train_step(trained)  # collectives of the training's group, after vLLM's
     return found

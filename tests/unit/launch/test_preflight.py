@@ -42,6 +42,8 @@ def test_tiny_cpu_has_none(tmp_path: Path) -> None:
         ("--sft.data.max_prompt_tokens=400", r"step1_sft: .*= \d+ is above max_position_embeddings=\d+ of model"),
         ("--ppo.data.max_response_tokens=300", r"step3_ppo: .*= \d+ is above max_position_embeddings=\d+ of actor"),
         ("--ppo.gold_rule=politness", "gold_rule=politness: there is no such rule. Use one of .*politeness"),
+        ("--ppo.rollout.tensor_parallel=3", "step3_ppo: rollout.tensor_parallel=3 does not divide the 2 ranks"),
+        ("--ppo.rollout.dtype=bfloat16", "step3_ppo: rollout.dtype=bfloat16, but the actor is trained in float32"),
         ("--ppo.data.split.seed=3", "step3_ppo: data.split=.*a prompt could stand in both"),
         ("--reward.data.template=plain", "step2_reward: data.template=plain, but step1_sft uses auto"),
         ('--sft.data.sources=[{"path":"builtin:rudeness"}]', "no such built-in task. Use builtin:politeness"),
@@ -55,6 +57,14 @@ def test_one_problem_each(tmp_path: Path, override: str, message: str) -> None:
 
     found = problems(tmp_path, overrides=[override])
     assert re.search(message, found), found
+
+
+def test_a_model_that_cannot_be_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By name, before a process is started."""
+    overrides = ["--ppo.rollout.tensor_parallel=2"]
+    assert problems(tmp_path, overrides=overrides) == ""
+    monkeypatch.setattr(preflight, "_origin", lambda *_: {"model_type": "bloom", "n_head": 4})
+    assert "tensor_parallel=2: models of model_type bloom cannot be split" in problems(tmp_path, overrides=overrides)
 
 
 def test_all_at_once(tmp_path: Path) -> None:

@@ -79,12 +79,3 @@ def test_together_passes_the_error_on(no_launcher: None) -> None:
         pass
     with pytest.raises(KeyError), distributed.together("writing"):
         raise KeyError("x")
-
-
-def test_free_memory_counts_what_the_allocator_has_ready(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 100 on the device 30 are free; the allocator has 50, of which 20 are in use."""
-    memory = torch.accelerator.memory
-    monkeypatch.setattr(memory, "get_memory_info", lambda device: (30, 100))
-    monkeypatch.setattr(memory, "memory_reserved", lambda device: 50)
-    monkeypatch.setattr(memory, "memory_allocated", lambda device: 20)
-    assert distributed.free_memory() == 60

@@ -126,7 +126,7 @@ def test_a_missing_micro_batch() -> None:
 
 
 def test_tensor_parallel_generation_is_refused() -> None:
-    """E2: DeepSpeed gathers the ids over the group, not the mask."""
+    """E2: DeepSpeed gathers the ids over the group, not the mask; the YAML's rollout.tensor_parallel is another way."""
     with pytest.raises(ValueError, match=r"inference_tp_size` must be 1, got 2.*Set 1"):
         resolved(stage(3, hybrid_engine={"enabled": True, "inference_tp_size": 2}))
 

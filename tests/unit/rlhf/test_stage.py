@@ -73,7 +73,7 @@ def test_on_an_accelerator_scoring_takes_what_the_poorest_rank_has_free(
     and 4 of mask: 3805 bytes, 371 tokens, 256 as a power of two.
     """
     monkeypatch.setattr(stage, "device_type", lambda: "cuda")
-    monkeypatch.setattr(stage, "free_memory", lambda: 50_000_000)
+    monkeypatch.setattr(stage, "free_bytes", lambda: 50_000_000)
     monkeypatch.setattr(stage, "all_gather_objects", lambda free: [free, 20_000_000])
     assert len(language.tokenizer) == 262
     assert scoring(language, OPT).max_tokens == 1024

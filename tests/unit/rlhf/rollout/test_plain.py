@@ -89,7 +89,7 @@ def test_stop_strings(tiny_model: Callable[..., PreTrainedModel]) -> None:
 
 
 def test_sharded_weights_are_refused(tiny_model: Callable[..., PreTrainedModel]) -> None:
-    with pytest.raises(ValueError, match="cannot decode on sharded weights. Enable hybrid_engine"):
+    with pytest.raises(ValueError, match="cannot decode on sharded weights. Set rollout.weights=gathered"):
         generate_plain(
             tiny_model("opt"), PROMPTS, uids=[0] * 5, sample_ids=[0] * 5, sampling=SamplingConfig(),
             stop_token_ids=STOPS, max_new_tokens=2, seed=0, step=0, pad_id=EOS, batch_size=2,

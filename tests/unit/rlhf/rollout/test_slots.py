@@ -220,7 +220,7 @@ def test_packed_weights_say_the_same(tiny_model, monkeypatch, family, dtype, pac
 
 
 def test_packing_of_sharded_weights_is_refused(tiny_model):
-    with pytest.raises(ValueError, match="pack_weights=True needs whole weights.*Enable hybrid_engine"):
+    with pytest.raises(ValueError, match="pack_weights=True needs whole weights.*Set rollout.weights=gathered"):
         answer(tiny_model("opt"), pack_weights=True, all_ranks_running=lambda running: running)
 
 

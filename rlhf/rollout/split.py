@@ -1,0 +1,67 @@
+"""How a model is split over the ranks of a group for generation: which layers, by family. No torch.
+
+Each rank holds an equal share of the attention heads and of the hidden units between a block's two products
+(Shoeybi et al. 2019, arXiv:1909.08053, sec. 3): the layers in front are split by outputs, the layers behind by inputs,
+so that a block needs one sum over the group. Embedding and head are split over the vocabulary.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """Names of layers in each block, as transformers gives them."""
+
+    columns: tuple[str, ...]
+    """Split by outputs; those of a head lie together."""
+    rows: tuple[str, ...]
+    """Split by inputs; their outputs are summed over the group."""
+    thirds: tuple[str, ...] = ()
+    """Split by outputs inside each of three equal parts: queries, keys and values of all heads, one after another."""
+    divided: tuple[str, ...] = ()
+    """Numbers of the attention module that become the rank's share."""
+
+
+_LLAMA = Family(
+    columns=("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), rows=("o_proj", "down_proj")
+)  # fmt: skip
+FAMILIES = {
+    "opt": Family(columns=("q_proj", "k_proj", "v_proj", "fc1"), rows=("out_proj", "fc2"), divided=("num_heads",)),
+    "gpt2": Family(columns=("c_fc",), thirds=("c_attn",), rows=("c_proj",), divided=("num_heads", "split_size")),
+    # Its fused layer holds query, key and value of one head together.
+    "gpt_neox": Family(columns=("query_key_value", "dense_h_to_4h"), rows=("dense", "dense_4h_to_h")),
+    "llama": _LLAMA,
+    "qwen2": _LLAMA,
+}
+
+_HEADS = ("num_attention_heads", "n_head")
+_KEY_HEADS = ("num_key_value_heads", *_HEADS)
+_INNER = ("ffn_dim", "intermediate_size", "n_inner")
+
+
+def check_split(shape: Mapping[str, Any], num_ranks: int) -> None:
+    """Check that a model can be split over so many ranks.
+
+    Args:
+        shape: what its config.json holds.
+        num_ranks: of a group.
+
+    Raises:
+        ValueError: the family is not known, or its heads or hidden units do not divide.
+    """
+    said = f"rollout.tensor_parallel={num_ranks}"
+    family = shape.get("model_type")
+    if family not in FAMILIES:
+        raise ValueError(
+            f"{said}: models of model_type {family} cannot be split for generation, only {', '.join(FAMILIES)}. Set it "
+            "to 1; if the weights do not fit one rank, set rollout.weights=layerwise."
+        )
+    for what, names in (("attention heads", _HEADS), ("key and value heads", _KEY_HEADS), ("hidden units", _INNER)):
+        number = next((shape[name] for name in names if isinstance(shape.get(name), int)), None)
+        if number is not None and number % num_ranks:
+            raise ValueError(
+                f"{said}: the model's {number} {what} do not divide over {num_ranks} ranks, and each rank needs whole "
+                f"ones. Use a divisor of {number}."
+            )

@@ -1,0 +1,57 @@
+"""What a rollout may be asked for, and what of it does not fit how the actor runs. One message each."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from step3_ppo.config import PPOConfig
+from tests.stages import ppo_config
+
+
+def config(**changes: Any) -> PPOConfig:
+    made = ppo_config(Path("out"), Path("rows"), actor=Path("a"), reward=Path("r"), **changes)
+    assert isinstance(made, PPOConfig)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rollout__tensor_parallel": 0}, r"rollout.tensor_parallel must be >= 1 or null, got 0"),
+        (
+            {"rollout__tensor_parallel": 2, "rollout__weights": "layerwise"},
+            "tensor_parallel=2 shares .*Set one of",
+        ),
+        ({"rollout__dtype": "bfloat16", "rollout__weights": "layerwise"}, "dtype=bfloat16 needs a copy .*Leave one"),
+        ({"rollout__tensor_parallel": 2, "rollout__engine": "vllm"}, "vllm, which takes whole weights on each rank"),
+        ({"rollout__weights": "layerwise", "rollout__engine": "vllm"}, "vllm, which takes whole weights on each rank"),
+    ],
+)
+def test_settings_that_contradict_each_other(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rollout__weights": "layerwise"}, "`layerwise`, but the actor runs at ZeRO stage 2.*Set it to auto"),
+        ({"rollout__tensor_parallel": 3}, "tensor_parallel=3 does not divide the 4 ranks.*Use a divisor of 4"),
+        ({"rollout__dtype": "bfloat16"}, "trained in float32 and rollout.old_logprobs is `decoder`.*=rescore"),
+    ],
+)
+def test_settings_that_do_not_fit_the_actor(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config(**changes).check_rollout(trained_in="float32", zero_stage=2, world_size=4)
+
+
+def test_settings_that_fit() -> None:
+    config(rollout__tensor_parallel=2, rollout__weights="gathered").check_rollout(
+        trained_in="bfloat16", zero_stage=0, world_size=4
+    )
+    config(rollout__weights="layerwise").check_rollout(trained_in="float32", zero_stage=3, world_size=1)
+    config(rollout__dtype="bfloat16").check_rollout(trained_in="bfloat16", zero_stage=3, world_size=1)
+    config(rollout__dtype="bfloat16", rollout__old_logprobs="rescore").check_rollout(
+        trained_in="float32", zero_stage=3, world_size=1
+    )

@@ -323,6 +323,9 @@ def test_F12_resumed_records_are_those_of_an_uninterrupted_run(tmp_path: Path, s
     second.finish({}, folder / "model")
     assert numbers(folder) == numbers(tmp_path / "whole") and len(numbers(folder)) == 5
     assert result(folder)["num_tokens"] == result(tmp_path / "whole")["num_tokens"] == 21
+    last = lines(folder)[-2]  # of 3 steps and 15 tokens, wherever the attempts met
+    assert last["step"] == 6
+    assert last["speed/tokens_per_second"] == pytest.approx(15 / (3 * last["time/step_seconds"]))
 
 
 def test_the_last_evaluation_is_not_there_twice_after_a_resume(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """What a stage's loop holds: its folder, logger, seeds, timers, cadence and records.
 
 One definition of speed, used by every printer: real tokens (no padding) of all ranks per wall second of training.
-Training seconds run from the first timer (what is before is start-up) to the last train line and leave evaluation out;
-all seconds are those of the slowest rank.
+Training seconds run from the first timer (what is before is start-up) to the last train line and leave evaluation and
+torch.compile's compiling out; all seconds are those of the slowest rank.
 """
 
 import hashlib
@@ -29,12 +29,15 @@ from rlhf import artifacts, distributed, host
 from rlhf.config import RunConfig, save_config, to_dict
 from rlhf.data.collate import Sequences
 from rlhf.metrics import Accumulator, JsonlSink, Sink, TensorBoardSink, WandbSink, lookup, split_finite
+from rlhf.models.compiled import compile_seconds
 
 logger = logging.getLogger(__name__)
 
 Batch = TypeVar("Batch")
 
 PHASES = ("input", "rollout", "score", "update", "eval")
+# What cuts into the phases: nobody knows in which of them torch.compile will be at work.
+_PARTS = (*PHASES, "compile")
 _OUR_LOGGERS = ("rlhf", "step1_sft", "step2_reward", "step3_ppo", "__main__")
 _RECORDS = ("metrics.jsonl", "samples.jsonl", "histograms.json", "result.json", "state", "model")
 _SAMPLE_KEYS = {"prompt", "response", "stopped", "score", "gold"}
@@ -56,7 +59,7 @@ class Totals:
     train_seconds: float = 0.0
     startup_seconds: float = 0.0
     wall_seconds: float = 0.0
-    phase_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys((*PHASES, "other"), 0.0))
+    phase_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys((*_PARTS, "other"), 0.0))
 
     @property
     def tokens_per_second(self) -> float:
@@ -68,7 +71,7 @@ class Clock:
     """Seconds of each phase on this rank since the last `lap`."""
 
     def __init__(self) -> None:
-        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self.seconds = dict.fromkeys(_PARTS, 0.0)
         self.phase: str | None = None
         self.lap_start: float | None = None
         self.cpu_start = 0.0
@@ -76,14 +79,14 @@ class Clock:
 
     @contextmanager
     def timer(self, phase: str) -> Iterator[None]:
-        """Count the block for `phase`; a timer inside another one counts for the outer one."""
-        if phase not in self.seconds:
+        """Count the block for `phase`, without what is compiled in it; a timer inside another counts for the outer."""
+        if phase not in PHASES:
             raise ValueError(f"timer {phase!r} is not one of {', '.join(PHASES)}. Use one of them.")
         if self.phase is not None:
             yield
             return
         _synchronise()
-        start, cpu_start = time.perf_counter(), time.process_time()
+        start, cpu_start, compile_start = time.perf_counter(), time.process_time(), compile_seconds()
         if self.lap_start is None:
             self.lap_start, self.cpu_start = start, cpu_start
         self.phase = phase
@@ -91,17 +94,19 @@ class Clock:
             yield
             _synchronise()
         finally:
-            self.seconds[phase] += time.perf_counter() - start
+            compiling = compile_seconds() - compile_start
+            self.seconds["compile"] += compiling
+            self.seconds[phase] += time.perf_counter() - start - compiling
             if phase == "eval":
                 self.eval_cpu_seconds += time.process_time() - cpu_start
             self.phase = None
 
     def lap(self) -> dict[str, float]:
-        """Seconds since the last call: each phase, `wall` (all), `train` (all but eval); starts again."""
+        """Seconds since the last call: each phase, `compile`, `wall` (all), `train` (all but eval and compile)."""
         now = time.perf_counter()
         wall = 0.0 if self.lap_start is None else now - self.lap_start
-        lap = {**self.seconds, "wall": wall, "train": wall - self.seconds["eval"]}
-        self.seconds = dict.fromkeys(PHASES, 0.0)
+        lap = {**self.seconds, "wall": wall, "train": wall - self.seconds["eval"] - self.seconds["compile"]}
+        self.seconds = dict.fromkeys(_PARTS, 0.0)
         self.lap_start = now if self.lap_start is not None else None
         return lap
 
@@ -345,7 +350,7 @@ class Run:
         self._tokens = 0
         tokens, seconds = reduced.totals["tokens"], dict(reduced.maxima)
         # Of the phases' slowest ranks: a fast rank that waits for a slow one's update is not doing something else.
-        seconds["other"] = max(0.0, seconds["wall"] - sum(seconds[phase] for phase in PHASES))
+        seconds["other"] = max(0.0, seconds["wall"] - sum(seconds[part] for part in _PARTS))
         self.totals.tokens += tokens
         if num_steps:  # what follows the last step is export and evaluation
             self.totals.train_seconds += seconds["train"]
@@ -509,5 +514,7 @@ def _short(value: float) -> str:
 def _line(step: int, num_steps: int, values: Mapping[str, float]) -> str:
     shown = [f"{name} {_short(v)}" for name, v in values.items() if not name.startswith(("time/", "memory/", "speed/"))]
     speed = f"{values['speed/tokens_per_second']:.0f} tokens/s"
-    seconds = f"{values['time/step_seconds']:.2f} s/step" if "time/step_seconds" in values else ""
-    return "  ".join([f"step {step}/{num_steps}", *shown, speed, seconds]).rstrip()
+    seconds = [f"{values['time/step_seconds']:.2f} s/step"] if "time/step_seconds" in values else []
+    if "time/compile_seconds" in values:
+        seconds.append(f"compiling {values['time/compile_seconds']:.1f} s")
+    return "  ".join([f"step {step}/{num_steps}", *shown, speed, *seconds])

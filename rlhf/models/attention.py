@@ -8,6 +8,7 @@ then no mask to build.
 
 from typing import Any, Protocol, cast
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -60,7 +61,15 @@ def _attention(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-    return layout.attend(query, key, value, scaling=scaling, dropout=dropout), None
+    return _attend(layout, query, key, value, scaling=scaling, dropout=dropout), None
+
+
+# Lengths of sequences are no dimension of a graph: torch.compile would build one for every micro-batch.
+@torch.compiler.disable
+def _attend(
+    layout: Layout, query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None, dropout: float
+) -> Tensor:
+    return layout.attend(query, key, value, scaling=scaling, dropout=dropout)
 
 
 def register() -> None:

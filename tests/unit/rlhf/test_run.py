@@ -142,7 +142,8 @@ def test_F32_one_speed_for_lines_progress_and_result(tmp_path: Path, monkeypatch
     done = result(tmp_path)
     assert done["tokens_per_second"] == 50.0 and done["num_tokens"] == 800 and done["train_seconds"] == 16.0
     assert done["phase_seconds"] == {
-        "startup": 1000, "input": 0, "rollout": 0, "score": 0, "update": 8, "eval": 1200, "other": 58
+        "startup": 1000, "input": 0, "rollout": 0, "score": 0, "update": 8, "eval": 1200, "compile": 0,
+        "other": 58,
     }  # fmt: skip
     assert done["seconds"] == sum(done["phase_seconds"].values())
     assert json.loads((tmp_path / "progress.json").read_text())["tokens_per_second"] == 50.0
@@ -158,10 +159,10 @@ def test_two_ranks_in_one_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     offset = 2 * len(run.metrics._names)
 
     def all_sum(x: torch.Tensor) -> torch.Tensor:
-        assert x.numel() == offset + 2 + 2 * 9
+        assert x.numel() == offset + 2 + 2 * 10
         other = torch.zeros_like(x)
         other[offset], other[offset + 1] = 30, 7.0  # tokens, processor seconds
-        other[offset + 2 + 9 :] = 5.0  # every maximum of rank 1
+        other[offset + 2 + 10 :] = 5.0  # every maximum of rank 1
         return x + other
 
     monkeypatch.setattr(distributed, "all_sum", all_sum)

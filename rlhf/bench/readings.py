@@ -85,6 +85,7 @@ def read_stage(folder: Path, *, rows: int, warmup: int, finished: Finished) -> S
         peak_rss_bytes=finished.peak_rss_bytes,
         startup_seconds=lines[0]["time"] - first_seconds - finished.started,
         process_seconds=finished.wall_seconds,
+        compile_seconds=sum(line.get("time/compile_seconds", 0.0) for line in lines),
     )
 
 

@@ -6,6 +6,7 @@ keyword `layout`, which transformers hands down to the attention function, it le
 then no mask to build.
 """
 
+from collections.abc import Callable
 from typing import Any, Protocol, cast
 
 import torch
@@ -69,7 +70,22 @@ def _attention(
 def _attend(
     layout: Layout, query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None, dropout: float
 ) -> Tensor:
-    return layout.attend(query, key, value, scaling=scaling, dropout=dropout)
+    return _cut(layout.attend(query, key, value, scaling=scaling, dropout=dropout))
+
+
+class _Cut(torch.autograd.Function):
+    """The same tensor, no longer a view: the graph that reads it would be built anew for a base of another form."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+_cut = cast(Callable[[Tensor], Tensor], _Cut.apply)
 
 
 def register() -> None:

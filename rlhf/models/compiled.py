@@ -6,15 +6,15 @@ with the number of tokens as a dynamic dimension. Attention by a layout is a cal
 single graph. Besides its lengths, a graph depends on mode (training or not, with gradients or not), type and sizes.
 """
 
-import functools
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch._dynamo
 from torch import nn
+from torch._dynamo.callback import callback_handler
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 # Variants of one graph that are kept, over all roles of a process, before torch goes on uncompiled; its default of 8 is
@@ -40,7 +40,7 @@ def compile_blocks(model: nn.Module) -> None:
             "GradientCheckpointingLayer is not among its modules. Set compile: false for this model."
         )
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
-    _clock()
+    _CLOCK.listen()
     for block in blocks:
         # The instance's attribute hides the class's method; it is no parameter, buffer or module, so it is not saved.
         vars(block)["forward"] = torch.compile(block.forward, dynamic=True)
@@ -91,7 +91,7 @@ def check_compiler(device_type: str) -> None:
 
 def compile_seconds() -> float:
     """Wall seconds that this process has spent on compiling since its first `compile_blocks`."""
-    return _clock().seconds if _clock.cache_info().currsize else 0.0
+    return _CLOCK.seconds
 
 
 class _Clock:
@@ -101,16 +101,17 @@ class _Clock:
         self.seconds = 0.0
         self._since = 0.0
 
-    def start(self, *_: Any) -> None:
+    def listen(self) -> None:
+        """Be told from here on; a second call does nothing."""
+        if self._start not in callback_handler.start_callbacks:
+            callback_handler.register_start_callback(self._start)
+            callback_handler.register_end_callback(self._stop)
+
+    def _start(self, *_: Any) -> None:
         self._since = time.perf_counter()
 
-    def stop(self, *_: Any) -> None:
+    def _stop(self, *_: Any) -> None:
         self.seconds += time.perf_counter() - self._since
 
 
-@functools.cache
-def _clock() -> _Clock:
-    clock, dynamo = _Clock(), cast(Any, torch._dynamo)
-    dynamo.on_compile_start(clock.start)
-    dynamo.on_compile_end(clock.stop)
-    return clock
+_CLOCK = _Clock()

@@ -54,7 +54,8 @@ def trajectory_job(num_steps: int, backend: str) -> dict[str, tuple[float, float
         )  # fmt: skip
         assert plain_weights is None or compiled_weights is None or plain_weights.keys() == compiled_weights.keys()
     assert not counters["graph_break"], "ZeRO-3's hooks stand around the graphs"
-    assert counters["stats"]["unique_graphs"] == len(STAGES), "one graph for all layers, lengths and micro-batches"
+    # One graph for all layers, lengths and micro-batches, which stages 0 and 2 share.
+    assert counters["stats"]["unique_graphs"] == 2, counters["stats"]
     return differences
 
 

@@ -149,6 +149,38 @@ def test_F32_one_speed_for_lines_progress_and_result(tmp_path: Path, monkeypatch
     assert json.loads((tmp_path / "progress.json").read_text())["tokens_per_second"] == 50.0
 
 
+def test_compiling_is_a_phase_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Taken from whatever phase it cut into, from the step and from the speed; also what an evaluation compiles."""
+    now, compiling = [100.0], [0.0]
+    monkeypatch.setattr(run_module.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(run_module, "compile_seconds", lambda: compiling[0])
+
+    def work(run: Run, phase: str, seconds: float, compiled: float = 0.0) -> None:
+        with run.timer(phase):
+            now[0] += seconds + compiled
+            compiling[0] += compiled
+
+    run = start(tmp_path, num_steps=2)
+    work(run, "eval", 5, compiled=7)
+    for step, compiled in ((1, 20.0), (2, 0.0)):
+        work(run, "rollout", 1)
+        work(run, "update", 3, compiled=compiled)
+        run.count_tokens(100)
+        run.log(step)
+    run.finish({}, tmp_path / "model")
+    first, second = lines(tmp_path)
+    assert first["time/compile_seconds"] == 27 and "time/compile_seconds" not in second
+    for line in (first, second):
+        assert (line["time/rollout_seconds"], line["time/update_seconds"], line["time/step_seconds"]) == (1, 3, 4)
+        assert line["speed/tokens_per_second"] == 25
+    assert first["time/eval_seconds"] == 5
+    done = result(tmp_path)
+    assert done["phase_seconds"]["compile"] == 27 and done["phase_seconds"]["other"] == 0
+    assert done["tokens_per_second"] == 25 and done["train_seconds"] == 8
+    assert done["seconds"] == sum(done["phase_seconds"].values())
+    assert "compiling 27.0 s" in (tmp_path / "log.txt").read_text()
+
+
 def test_two_ranks_in_one_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other rank, as its share of the collective's vector: 30 tokens more, and slower in the update."""
     run = start(tmp_path, num_steps=1)

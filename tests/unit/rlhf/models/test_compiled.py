@@ -101,9 +101,7 @@ def test_loss_and_gradients_are_those_of_uncompiled_blocks(family: dict[str, Any
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_the_partitioned_graphs_do_too(
-    families: dict[str, dict[str, Any]], make: Any, checkpointing: bool
-) -> None:
+def test_the_partitioned_graphs_do_too(families: dict[str, dict[str, Any]], make: Any, checkpointing: bool) -> None:
     assert_same(make, families["opt"], packed=True, gradient_checkpointing=checkpointing)
 
 
@@ -201,7 +199,9 @@ def test_a_machine_without_a_compiler_says_so(
     from torch._inductor import config
 
     monkeypatch.setattr(config.cpp, "cxx", ("no-such-compiler",))
-    with pytest.raises(ValueError, match="compile is true, but there is no C\\+\\+ compiler.*Install g\\+\\+.*compile: false"):
+    with pytest.raises(
+        ValueError, match="compile is true, but there is no C\\+\\+ compiler.*Install g\\+\\+.*compile: false"
+    ):
         make.lm(families["opt"], compile=True)
     make.lm(families["opt"])
     with pytest.raises(ValueError, match="Triton.*cuda.*compile: false"):

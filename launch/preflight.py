@@ -65,6 +65,7 @@ def check(
         problems += _prefix(stage, _ds_config_problems(stage, placement.world_size, on_cpu=on_cpu))
         problems += _prefix(stage, _source_problems(stage.config.data))
         problems += _prefix(stage, _model_problems(stage, stages, environment))
+        problems += _prefix(stage, _compiler_problems(stage, environment, on_cpu=on_cpu))
         problems += _prefix(stage, _length_problems(stage, stages))
         problems += _prefix(stage, _rule_problems(stage))
         problems += _prefix(stage, _rollout_problems(stage, stages, placement.world_size))
@@ -191,6 +192,18 @@ def _in_hub_cache(name: str, environment: Mapping[str, str]) -> bool:
     home = Path(environment.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
     cache = Path(environment.get("HF_HUB_CACHE") or home / "hub")
     return (cache / f"models--{name.replace('/', '--')}" / "snapshots").is_dir()
+
+
+def _compiler_problems(stage: Stage, environment: Mapping[str, str], *, on_cpu: bool) -> Iterator[Problem]:
+    """For a CPU, torch.compile writes C++; whether Triton serves the accelerator, the stage finds out."""
+    keys = [f"{key}.compile" for key, model in stage.models().items() if model.compile]
+    compiler = environment.get("CXX", "g++")
+    if keys and on_cpu and shutil.which(compiler, path=environment.get("PATH")) is None:
+        yield Problem(
+            f"{' and '.join(keys)}: there is no C++ compiler ({compiler}), which torch.compile needs on a CPU. Install "
+            "g++ (build-essential), name a compiler in the environment variable CXX, or set compile: false.",
+            here=True,
+        )
 
 
 def _length_problems(stage: Stage, stages: Sequence[Stage]) -> Iterator[Problem]:

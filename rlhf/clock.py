@@ -8,8 +8,11 @@ from dataclasses import dataclass, field
 import torch
 
 from rlhf import distributed
+from rlhf.models.compiled import compile_seconds
 
 PHASES = ("input", "rollout", "score", "update", "eval")
+# What cuts into the phases: nobody knows in which of them torch.compile will be at work.
+PARTS = (*PHASES, "compile")
 
 
 @dataclass
@@ -20,7 +23,7 @@ class Totals:
     train_seconds: float = 0.0
     startup_seconds: float = 0.0
     wall_seconds: float = 0.0
-    phase_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys((*PHASES, "other"), 0.0))
+    phase_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys((*PARTS, "other"), 0.0))
 
     @property
     def tokens_per_second(self) -> float:
@@ -32,7 +35,7 @@ class Clock:
     """Seconds of each phase on this rank since the last `lap`."""
 
     def __init__(self) -> None:
-        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self.seconds = dict.fromkeys(PARTS, 0.0)
         self.phase: str | None = None
         self.lap_start: float | None = None
         self.cpu_start = 0.0
@@ -41,14 +44,14 @@ class Clock:
 
     @contextmanager
     def timer(self, phase: str) -> Iterator[None]:
-        """Count the block for `phase`; a timer inside another one counts for the outer one."""
-        if phase not in self.seconds:
+        """Count the block for `phase`, without what is compiled in it; a timer inside another counts for the outer."""
+        if phase not in PHASES:
             raise ValueError(f"timer {phase!r} is not one of {', '.join(PHASES)}. Use one of them.")
         if self.phase is not None:
             yield
             return
         _synchronise()
-        start, cpu_start = time.perf_counter(), time.process_time()
+        start, cpu_start, compile_start = time.perf_counter(), time.process_time(), compile_seconds()
         if self.lap_start is None:
             self.lap_start, self.cpu_start = start, cpu_start
         self.phase = phase
@@ -56,17 +59,19 @@ class Clock:
             yield
             _synchronise()
         finally:
-            self.seconds[phase] += time.perf_counter() - start
+            compiling = compile_seconds() - compile_start
+            self.seconds["compile"] += compiling
+            self.seconds[phase] += time.perf_counter() - start - compiling
             if phase == "eval":
                 self.eval_cpu_seconds += time.process_time() - cpu_start
             self.phase = None
 
     def lap(self) -> dict[str, float]:
-        """Seconds since the last call: each phase, `wall` (all), `train` (all but eval); starts again."""
+        """Seconds since the last call: each phase, `compile`, `wall` (all), `train` (all but eval and compile)."""
         now = time.perf_counter()
         wall = self.earlier["wall"] + (0.0 if self.lap_start is None else now - self.lap_start)
-        lap = {**self.seconds, "wall": wall, "train": wall - self.seconds["eval"]}
-        self.seconds = dict.fromkeys(PHASES, 0.0)
+        lap = {**self.seconds, "wall": wall, "train": wall - self.seconds["eval"] - self.seconds["compile"]}
+        self.seconds = dict.fromkeys(PARTS, 0.0)
         self.earlier["wall"] = 0.0
         self.lap_start = now if self.lap_start is not None else None
         return lap
@@ -89,7 +94,7 @@ class Clock:
 
     def load_state_dicts(self, states: Sequence[Mapping[str, float]]) -> None:
         """Add the seconds of an earlier attempt; of several ranks, the slowest one's and all processors'."""
-        for name in PHASES:
+        for name in PARTS:
             self.seconds[name] += max((state[name] for state in states), default=0.0)
         self.earlier["wall"] += max((state["wall"] for state in states), default=0.0)
         self.earlier["cpu"] += sum(state["cpu"] for state in states)

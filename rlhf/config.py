@@ -75,6 +75,8 @@ class ModelConfig:
     """Sets every dropout probability of the config; null keeps the model's own. Step 3 always scores without."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: about a third more compute for far less memory."""
+    compile: bool = False
+    """Compile the decoder layers with torch.compile: the first steps take long, the others may be faster."""
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     """Low-rank adapters."""
 

@@ -29,6 +29,7 @@ from transformers.utils import logging as transformers_logging
 
 from rlhf import distributed, ds_config, heartbeat, host
 from rlhf.config import OptimConfig
+from rlhf.models.compiled import compiled_blocks
 from rlhf.schedule import lr_multiplier
 from rlhf.state_writer import StateWriter
 
@@ -463,6 +464,10 @@ class FrozenEngine:
 def _initialize(model: nn.Module, ds: dict[str, Any], *, parameters: list[dict[str, Any]] | None) -> Any:
     # DeepSpeed's own hybrid engine fails on CPUs and does nothing useful on GPUs; the section is honoured here instead.
     config = {key: value for key, value in ds.items() if key != "hybrid_engine"}
+    if ds_config.zero_stage(ds) == 3:
+        for block in compiled_blocks(model):
+            # Hooks inside would cut the graph at every weight. Without them the block's are gathered together.
+            deepspeed.utils.set_z3_leaf_module(block, True)  # noqa: FBT003  DeepSpeed's signature
     engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=config, dist_init_required=False)
     return engine
 

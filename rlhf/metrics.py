@@ -51,13 +51,16 @@ METRICS: dict[str, Metric] = {
     "train/margin": _metric("score", "up", "Mean score of the chosen response minus that of the rejected one."),
     # Where the time goes. Seconds are wall seconds of the slowest rank.
     "time/step_seconds": _metric(
-        "s", "down", "Wall seconds of one step, evaluation excluded; mean since the last line."
+        "s", "down", "Wall seconds of one step, evaluation and compiling excluded; mean since the last line."
     ),
     "time/input_seconds": _metric("s", "down", "Seconds of waiting for the rows of a step since the last line."),
     "time/rollout_seconds": _metric("s", "down", "Seconds of generating responses since the last line."),
     "time/score_seconds": _metric("s", "down", "Seconds of scoring responses (four models) since the last line."),
     "time/update_seconds": _metric("s", "down", "Seconds of forward, backward and optimiser since the last line."),
     "time/eval_seconds": _metric("s", "down", "Seconds of evaluation since the last line."),
+    "time/compile_seconds": _metric(
+        "s", "down", "Seconds of torch.compile's compiling since the last line, in none of the other phases."
+    ),
     "time/other_seconds": _metric("s", "down", "Seconds since the last line outside the other phases."),
     "time/cpu_seconds": _metric(
         "s", "down", "Processor seconds of all ranks' processes since the last line, evaluation excluded."
@@ -65,7 +68,7 @@ METRICS: dict[str, Metric] = {
     "speed/tokens_per_second": _metric(
         "tokens/s",
         "up",
-        "Real tokens of all ranks (no padding) per wall second of training: no evaluation, no start-up.",
+        "Real tokens of all ranks (no padding) per wall second of training: no evaluation, start-up or compiling.",
     ),
     "memory/peak_bytes": _metric(
         "bytes", "down", "Most memory so far on one rank: the accelerator's, or the process's resident set without one."

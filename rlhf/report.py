@@ -31,6 +31,7 @@ PHASES = {
     "update": "update",
     "eval": "evaluation",
     "startup": "start-up",
+    "compile": "compiling",
     "other": "other (saving)",
 }
 _NUM_SAMPLES = 8

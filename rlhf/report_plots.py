@@ -15,7 +15,7 @@ ACCENT = "#0b6b78"
 INK = "#23272e"
 GREY = "#7d8590"
 LIGHT = "#e4e7eb"
-SHADES = ("#063b42", "#0b6b78", "#4f97a1", "#92c0c7", "#c9dfe2", "#c7ccd3", "#e4e7eb")
+SHADES = ("#063b42", "#0b6b78", "#4f97a1", "#92c0c7", "#c9dfe2", "#aab2bc", "#c7ccd3", "#e4e7eb")
 
 # Any: matplotlib types each key.
 _STYLE: Any = {

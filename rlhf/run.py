@@ -1,8 +1,8 @@
 """What a stage's loop holds: its folder, logger, seeds, timers, cadence and records.
 
 One definition of speed, used by every printer: real tokens (no padding) of all ranks per wall second of training.
-Training seconds run from the first timer (what is before is start-up) to the last train line and leave evaluation out;
-all seconds are those of the slowest rank.
+Training seconds run from the first timer (what is before is start-up) to the last train line and leave evaluation and
+torch.compile's compiling out; all seconds are those of the slowest rank.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 from torch import Tensor
 
 from rlhf import artifacts, distributed, heartbeat, memory, watchdog
-from rlhf.clock import PHASES, Clock, Totals
+from rlhf.clock import PARTS, Clock, Totals
 from rlhf.config import RunConfig, save_config, to_dict
 from rlhf.data.collate import Sequences
 from rlhf.metrics import Accumulator, JsonlSink, Sink, TensorBoardSink, WandbSink, lookup, split_finite
@@ -331,7 +331,7 @@ class Run:
         self._tokens = 0
         tokens, seconds = reduced.totals["tokens"], dict(reduced.maxima)
         # Of the phases' slowest ranks: a fast rank that waits for a slow one's update is not doing something else.
-        seconds["other"] = max(0.0, seconds["wall"] - sum(seconds[phase] for phase in PHASES))
+        seconds["other"] = max(0.0, seconds["wall"] - sum(seconds[part] for part in PARTS))
         self.totals.tokens += tokens
         if num_steps:  # what follows the last step is export and evaluation
             self.totals.train_seconds += seconds["train"]
@@ -386,5 +386,7 @@ def _short(value: float) -> str:
 def _line(step: int, num_steps: int, values: Mapping[str, float]) -> str:
     shown = [f"{name} {_short(v)}" for name, v in values.items() if not name.startswith(("time/", "memory/", "speed/"))]
     speed = f"{values['speed/tokens_per_second']:.0f} tokens/s"
-    seconds = f"{values['time/step_seconds']:.2f} s/step" if "time/step_seconds" in values else ""
-    return "  ".join([f"step {step}/{num_steps}", *shown, speed, seconds]).rstrip()
+    seconds = [f"{values['time/step_seconds']:.2f} s/step"] if "time/step_seconds" in values else []
+    if "time/compile_seconds" in values:
+        seconds.append(f"compiling {values['time/compile_seconds']:.1f} s")
+    return "  ".join([f"step {step}/{num_steps}", *shown, speed, *seconds])

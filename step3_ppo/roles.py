@@ -57,7 +57,7 @@ def model_configs(cfg: PPOConfig) -> dict[str, ModelConfig]:
     first ratio is not 1.
     """
     reference = cfg.reference if cfg.reference.path else ModelConfig(
-        path=cfg.actor.path, dtype=cfg.actor.dtype, attention=cfg.actor.attention
+        path=cfg.actor.path, dtype=cfg.actor.dtype, attention=cfg.actor.attention, compile=cfg.actor.compile
     )  # fmt: skip
     critic = cfg.critic if cfg.critic.path else dataclasses.replace(cfg.critic, path=cfg.reward.path)
     models = {"actor": cfg.actor, "critic": critic, "reference": reference, "reward": cfg.reward}

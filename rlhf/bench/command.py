@@ -245,6 +245,8 @@ def _said(sample: Sample) -> str:
     if not sample.tokens:
         return f"{sample.wall_seconds:.2f} s"
     said = f"{sample.tokens_per_second:,.0f} tokens/s, {sample.step_seconds:.2f} s a step"
+    if sample.compile_seconds:
+        said += f", {sample.compile_seconds:.1f} s of compiling"
     if sample.cpu_seconds is None:
         return said
     # Well below 100 % somebody else was on the processors, and the wall time says little.

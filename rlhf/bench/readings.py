@@ -65,23 +65,27 @@ def read_stage(folder: Path, *, rows: int, warmup: int, finished: Finished) -> S
     if len(lines) <= warmup:
         raise ValueError(f"{folder}/metrics.jsonl has {len(lines)} train lines, but more than {warmup} are needed.")
     kept = lines[warmup:]
-    seconds = [line["time/step_seconds"] for line in kept]
+    steps = [line["time/step_seconds"] for line in kept]
+    # A stage leaves compiling out of its steps; what is compiled after the warm-up is no warm-up.
+    compiling = sum(line.get("time/compile_seconds", 0.0) for line in kept)
+    first_seconds = lines[0]["time/step_seconds"] + lines[0].get("time/compile_seconds", 0.0)
     paddings = [line["data/padding_frac"] for line in kept if "data/padding_frac" in line]
     phases = {
         name: sum(line.get(f"time/{name}_seconds", 0.0) for line in kept)
-        for name in ("rollout", "score", "update", "other")
+        for name in ("rollout", "score", "update", "compile", "other")
     }
     return Sample(
-        wall_seconds=sum(seconds),
+        wall_seconds=sum(steps) + compiling,
         cpu_seconds=sum(line["time/cpu_seconds"] for line in kept),
         steps=len(kept),
-        tokens=sum(line["speed/tokens_per_second"] * s for line, s in zip(kept, seconds, strict=True)),
+        tokens=sum(line["speed/tokens_per_second"] * s for line, s in zip(kept, steps, strict=True)),
         rows=rows * len(kept),
         padding_frac=sum(paddings) / len(paddings) if paddings else None,
         phases={name: value for name, value in phases.items() if value},
         peak_rss_bytes=finished.peak_rss_bytes,
-        startup_seconds=lines[0]["time"] - lines[0]["time/step_seconds"] - finished.started,
+        startup_seconds=lines[0]["time"] - first_seconds - finished.started,
         process_seconds=finished.wall_seconds,
+        compile_seconds=sum(line.get("time/compile_seconds", 0.0) for line in lines),
     )
 
 

@@ -29,6 +29,8 @@ class Sample:
     """From the start of the process to its first step."""
     process_seconds: float = 0.0
     """Wall seconds of the whole process."""
+    compile_seconds: float = 0.0
+    """Of them for torch.compile's compiling."""
 
     @property
     def tokens_per_second(self) -> float:

@@ -104,7 +104,9 @@ def _measured(samples: Sequence[Sample], peak: float) -> list[str]:
 
 def _phases(samples: Sequence[Sample]) -> str:
     """Share of each phase in the step's wall time."""
-    names = [name for name in ("rollout", "score", "update", "other") if any(name in s.phases for s in samples)]
+    names = [
+        name for name in ("rollout", "score", "update", "compile", "other") if any(name in s.phases for s in samples)
+    ]
     shares = []
     for name in names:
         share = median_of(samples, lambda s, name=name: s.phases.get(name, 0.0) / s.wall_seconds)  # type: ignore[misc]

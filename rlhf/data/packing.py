@@ -132,7 +132,8 @@ class PackedLayout:
         out_PHd = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
         if not self.in_order:
             out_PHd = _from_slots(out_PHd, self.token_P, self.slot_T, self.unread_Q)
-        return out_PHd[None]
+        # A single group's output may lie in memory as its queries do, heads first.
+        return out_PHd.contiguous()[None]
 
     def _attend_cuda(self, query_THd: Tensor, key_TKd: Tensor, value_TKd: Tensor, *, scaling: float | None) -> Tensor:
         """The same by the kernel for sequences of different length, which knows no padding."""

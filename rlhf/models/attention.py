@@ -6,14 +6,18 @@ keyword `layout`, which transformers hands down to the attention function, it le
 then no mask to build.
 """
 
-from typing import Any, Protocol, cast
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar, cast
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from rlhf.models.backbone import base_of
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 NAME = "rlhf"
 
@@ -45,6 +49,11 @@ def is_installed(model: nn.Module) -> bool:
     return bool(cast(Any, base_of(model)).config._attn_implementation == NAME)
 
 
+def _outside_graphs(function: Function) -> Function:
+    """Lengths of sequences are no dimension of a graph: torch.compile would build one for every micro-batch."""
+    return cast(Function, cast(Any, torch.compiler).disable(function))
+
+
 def _attention(
     module: nn.Module,
     query: Tensor,
@@ -60,7 +69,29 @@ def _attention(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-    return layout.attend(query, key, value, scaling=scaling, dropout=dropout), None
+    return _attend(layout, query, key, value, scaling=scaling, dropout=dropout), None
+
+
+@_outside_graphs
+def _attend(
+    layout: Layout, query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None, dropout: float
+) -> Tensor:
+    return _cut(layout.attend(query, key, value, scaling=scaling, dropout=dropout))
+
+
+class _Cut(torch.autograd.Function):
+    """The same tensor, no longer a view: the graph that reads it would be built anew for a base of another form."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+_cut = cast(Callable[[Tensor], Tensor], _Cut.apply)
 
 
 def register() -> None:

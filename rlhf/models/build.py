@@ -33,7 +33,7 @@ from transformers.utils import logging as hf_logging
 
 from rlhf.config import ModelConfig
 from rlhf.distributed import device_type
-from rlhf.models import attention
+from rlhf.models import attention, compiled
 from rlhf.models.linear import use_onednn
 from rlhf.models.lora import add_lora
 
@@ -143,9 +143,12 @@ def build_causal_lm(cfg: ModelConfig, tokenizer: PreTrainedTokenizerBase, *, see
 
     Raises:
         FileNotFoundError: there is no such folder, or no weights in it.
-        ValueError: the folder's weights are not those of the causal LM that its config describes.
+        ValueError: the folder's weights are not those of the causal LM that its config describes, or cfg.compile is
+            true where nothing can be compiled.
     """
     config = read_config(cfg, tokenizer)
+    if cfg.compile:
+        compiled.check_compiler(device_type())
     if cfg.path and _kind(config) == "reward":
         raise ValueError(
             f"{cfg.path} holds a reward model ({config.architectures}), a causal language model is needed here. "
@@ -176,6 +179,8 @@ def build_reward_model(cfg: ModelConfig, tokenizer: PreTrainedTokenizerBase, *, 
         FileNotFoundError, ValueError: as build_causal_lm.
     """
     config = read_config(cfg, tokenizer)
+    if cfg.compile:
+        compiled.check_compiler(device_type())
     kind = _kind(config) if cfg.path else "base"
     if kind == "reward" and config.num_labels != 1:
         raise ValueError(
@@ -382,7 +387,7 @@ def _follow_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 def _finish(
     model: PreTrainedModel, cfg: ModelConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int
 ) -> PreTrainedModel:
-    """Vocabulary, checkpointing, adapters: what follows once weights exist."""
+    """Vocabulary, checkpointing, adapters, compilation: what follows once weights exist."""
     with _seeded(seed):
         grow_vocabulary(model, vocabulary_size(tokenizer))
     embedding = model.get_input_embeddings()
@@ -395,7 +400,9 @@ def _finish(
         use_onednn(model)
     if cfg.lora.rank:
         with _seeded(seed):
-            return cast(PreTrainedModel, add_lora(model, cfg.lora))
+            model = cast(PreTrainedModel, add_lora(model, cfg.lora))
+    if cfg.compile:
+        compiled.compile_blocks(model)
     return model
 
 

@@ -17,6 +17,7 @@ from rlhf.config import SamplingConfig
 from rlhf.models import attention
 from rlhf.models.backbone import base_of
 from rlhf.models.build import check_length_fits
+from rlhf.models.compiled import uncompiled
 from rlhf.rollout.job import (
     Job,
     Meter,
@@ -147,14 +148,15 @@ def generate(  # noqa: PLR0913  the coordinates of sampling are named one by one
 
 @contextmanager
 def inference(model: nn.Module) -> Iterator[None]:
-    """Run the block without gradients and in eval mode; each module's own mode comes back, whatever happens.
+    """Run the block without gradients, in eval mode and uncompiled; all comes back as it was, whatever happens.
 
-    Eval mode also switches gradient checkpointing off: transformers recomputes only modules that are training.
+    Eval mode also switches gradient checkpointing off: transformers recomputes only modules that are training. A
+    compiled layer would have to do without weights in the order of the kernels (docs/design/002-rollout.md).
     """
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), uncompiled(model):
             yield
     finally:
         for module, training in modes:

@@ -88,6 +88,17 @@ def test_hybrid_engine_limit(tmp_path: Path) -> None:
     assert "max_out_tokens=10 is below data.max_prompt_tokens + data.max_response_tokens = " in found
 
 
+def test_a_compiler_needed(tmp_path: Path) -> None:
+    overrides = ["--ppo.actor.compile=true", "--ppo.reward.compile=true"]
+    found = problems(tmp_path, overrides=overrides, environment={"PATH": str(tmp_path)})
+    assert "step3_ppo: actor.compile and reward.compile: there is no C++ compiler (g++)" in found
+    assert "compile: false" in found
+    (tmp_path / "mycc").touch(mode=0o755)
+    chosen = {"PATH": str(tmp_path), "CXX": "mycc"}
+    assert problems(tmp_path, overrides=overrides, environment=chosen) == ""
+    assert problems(tmp_path, environment={"PATH": str(tmp_path)}) == "", "nothing is compiled unless asked for"
+
+
 def test_accelerator_needed(tmp_path: Path) -> None:
     found = problems(tmp_path, "opt_1.3b_350m_single_gpu")
     assert found.startswith("recipe opt_1.3b_350m_single_gpu needs accelerators")

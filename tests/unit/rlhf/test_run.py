@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 
-from rlhf import distributed
+from rlhf import clock, distributed
 from rlhf import run as run_module
 from rlhf.config import RunConfig
 from rlhf.data.collate import collate_sft
@@ -149,10 +149,43 @@ def test_F32_one_speed_for_lines_progress_and_result(tmp_path: Path, monkeypatch
     done = result(tmp_path)
     assert done["tokens_per_second"] == 50.0 and done["num_tokens"] == 800 and done["train_seconds"] == 16.0
     assert done["phase_seconds"] == {
-        "startup": 1000, "input": 0, "rollout": 0, "score": 0, "update": 8, "eval": 1200, "other": 58
+        "startup": 1000, "input": 0, "rollout": 0, "score": 0, "update": 8, "eval": 1200, "compile": 0,
+        "other": 58,
     }  # fmt: skip
     assert done["seconds"] == sum(done["phase_seconds"].values())
     assert json.loads((tmp_path / "progress.json").read_text())["tokens_per_second"] == 50.0
+
+
+def test_compiling_is_a_phase_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Taken from whatever phase it cut into, from the step and from the speed; also what an evaluation compiles."""
+    now, compiling = [100.0], [0.0]
+    monkeypatch.setattr(run_module.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(clock, "compile_seconds", lambda: compiling[0])
+
+    def work(run: Run, phase: str, seconds: float, compiled: float = 0.0) -> None:
+        with run.timer(phase):
+            now[0] += seconds + compiled
+            compiling[0] += compiled
+
+    run = start(tmp_path, num_steps=2)
+    work(run, "eval", 5, compiled=7)
+    for step, compiled in ((1, 20.0), (2, 0.0)):
+        work(run, "rollout", 1)
+        work(run, "update", 3, compiled=compiled)
+        run.count_tokens(100)
+        run.log(step)
+    run.finish({}, tmp_path / "model")
+    first, second = lines(tmp_path)
+    assert first["time/compile_seconds"] == 27 and "time/compile_seconds" not in second
+    for line in (first, second):
+        assert (line["time/rollout_seconds"], line["time/update_seconds"], line["time/step_seconds"]) == (1, 3, 4)
+        assert line["speed/tokens_per_second"] == 25
+    assert first["time/eval_seconds"] == 5
+    done = result(tmp_path)
+    assert done["phase_seconds"]["compile"] == 27 and done["phase_seconds"]["other"] == 0
+    assert done["tokens_per_second"] == 25 and done["train_seconds"] == 8
+    assert done["seconds"] == sum(done["phase_seconds"].values())
+    assert "compiling 27.0 s" in (tmp_path / "log.txt").read_text()
 
 
 def test_two_ranks_in_one_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,10 +198,10 @@ def test_two_ranks_in_one_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     offset = 2 * len(run.metrics._names)
 
     def all_sum(x: torch.Tensor) -> torch.Tensor:
-        assert x.numel() == offset + 2 + 2 * 9
+        assert x.numel() == offset + 2 + 2 * 10
         other = torch.zeros_like(x)
         other[offset], other[offset + 1] = 30, 7.0  # tokens, processor seconds
-        other[offset + 2 + 9 :] = 5.0  # every maximum of rank 1
+        other[offset + 2 + 10 :] = 5.0  # every maximum of rank 1
         return x + other
 
     monkeypatch.setattr(distributed, "all_sum", all_sum)

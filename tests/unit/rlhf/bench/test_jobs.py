@@ -78,8 +78,23 @@ def test_what_is_read_from_a_stage(tmp_path: Path) -> None:
     assert sample.tokens == 50 * 2 + 30 * 4
     assert sample.padding_frac == pytest.approx(0.03) and sample.phases == {"update": 4.0}
     assert sample.startup_seconds == 12.0 and sample.peak_rss_bytes == 7_000_000
+    assert sample.compile_seconds == 0
     with pytest.raises(ValueError, match="3 train lines, but more than 3"):
         read_stage(tmp_path, rows=8, warmup=3, finished=FINISHED)
+
+
+def test_what_is_compiled_after_the_warm_up_counts(tmp_path: Path) -> None:
+    """A stage's step leaves compiling out; a measured step does not, and start-up ends before the first graph."""
+    step = {"split": "train", "time/step_seconds": 2.0, "time/cpu_seconds": 2.0, "speed/tokens_per_second": 10.0}
+    lines = [
+        {**step, "step": 1, "time": 1040.0, "time/compile_seconds": 20.0},
+        {**step, "step": 2, "time": 1045.0, "time/compile_seconds": 3.0},
+        {**step, "step": 3, "time": 1047.0},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    sample = read_stage(tmp_path, rows=8, warmup=1, finished=FINISHED)
+    assert sample.wall_seconds == 2 + 3 + 2 and sample.tokens == 40 and sample.phases == {"compile": 3.0}
+    assert sample.compile_seconds == 23 and sample.startup_seconds == 1040 - 22 - FINISHED.started
 
 
 def test_peers_are_started_as_their_users_start_them(bench: Bench, tmp_path: Path) -> None:

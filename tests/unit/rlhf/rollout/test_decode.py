@@ -15,6 +15,7 @@ from transformers.generation.logits_process import (
 
 from rlhf.config import SamplingConfig
 from rlhf.models.build import train_bpe
+from rlhf.models.compiled import compile_blocks, compiled_blocks
 from rlhf.rollout.decode import generate
 
 VOCAB_SIZE = 97
@@ -355,6 +356,22 @@ def test_gradient_checkpointing_is_off_while_sampling(tiny_model, family):
     for module, function in zip(layers, kept, strict=True):
         module._gradient_checkpointing_func = function
     assert all(module.gradient_checkpointing and module.training for module in layers)
+
+
+def test_compiled_layers_are_left_out_of_sampling(tiny_model, family):
+    expected = tokens(answer(tiny_model(family)))
+    model = tiny_model(family).train()
+    compile_blocks(model)
+    forwards = {block: vars(block)["forward"] for block in compiled_blocks(model)}
+    assert len(forwards) == 2
+
+    def compute(*_, **__):
+        raise AssertionError("a compiled layer ran inside sampling")
+
+    for block in forwards:
+        vars(block)["forward"] = compute
+    assert tokens(answer(model)) == expected
+    assert all(vars(block)["forward"] is compute for block in forwards)
 
 
 def test_finished_rows_leave_the_batch(tiny_model):

@@ -39,7 +39,7 @@ LAYERS = (
         "watchdog",
         "py.typed",
     ),
-    ("data.sources", "rules", "ds_config", "distributed", "ops", "report_plots", "report", "states", "state_writer"),
+    ("data.sources", "plan", "rules", "ds_config", "distributed", "ops", "report_plots", "report", "states", "state_writer"),
     ("metrics", "models", "data", "clock", "rng", "run_folder", "universal"),
     ("engine", "run", "rollout", "checkpoint", "model_folder"),
     ("stage", "bench", "from_state"),

@@ -104,6 +104,8 @@ class Layout:
     """Rank of adapters on all matrices of the layers, which then are the only trained weights; 0: all are trained."""
     embeddings_trained: bool = False
     """With adapters, embeddings and norms are trained beside them, as DeepSpeed-Chat does."""
+    zero_group: int = 0
+    """Ranks over which stage 1 shards, where that is fewer than all replicas; 0: all."""
     secondary: int = 0
     """hpZ: ranks that hold a second, two-byte shard of the weights for the backward gathers; 0: none."""
     offload_optimizer: bool = False
@@ -139,6 +141,11 @@ class Layout:
     @property
     def shards(self) -> int:
         """Ranks over which ZeRO shards: replicas, and the context group, whose weights are the same."""
+        return self.zero_group or self.data * self.context
+
+    @property
+    def replicas(self) -> int:
+        """Ranks over which gradients are summed."""
         return self.data * self.context
 
     @property

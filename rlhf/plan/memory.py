@@ -155,7 +155,7 @@ def _stage(shape: Shape, layout: Layout, stack: Stack, *, last: bool) -> Memory:
         gathered=gathered(shape, layout, stack),
         context=stack.context_bytes,
     )
-    buckets = min(stack.bucket_elements, trained) * kept.gradients * (layout.shards > 1)
+    buckets = min(stack.bucket_elements, trained) * kept.gradients * (layout.replicas > 1)
     # Three moments: the loss, the first layer of the backward pass, its end.
     with_head = last or layout.pipeline == 1
     at_loss = replace(stays, activations=stashed, logits=logits(shape, layout, stack) if with_head else 0.0)

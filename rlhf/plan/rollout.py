@@ -1,0 +1,99 @@
+"""Seconds of drawing responses and of scoring them. No torch.
+
+A drawn token reads every weight and the keys and values of its row once, whatever is computed with them, so small
+batches are bound by the memory's bandwidth; and it launches every kernel of the model, which is bound by the host.
+"""
+
+from dataclasses import dataclass, replace
+
+from rlhf.plan import layer as layers
+from rlhf.plan.collectives import all_gather, all_reduce, group
+from rlhf.plan.efficiency import matmul, traffic
+from rlhf.plan.hardware import Device
+from rlhf.plan.layout import OURS, Layout, Stack
+from rlhf.plan.shapes import Shape
+from rlhf.plan.step import data_group
+
+DECODE_HOST = 480e-6
+"""Seconds of the processor for one layer of a decoding step (fitted: Lambda's OPT-13B on H100)."""
+GATHER_HOST = 0.9e-3
+"""Seconds of the processor to gather one weight tensor for generation (fitted: the same)."""
+GATHER_TENSORS = 16
+"""Weight tensors of a layer, OPT's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """Seconds of one rollout on every rank."""
+
+    gather: float
+    prefill: float
+    decode: float
+
+    @property
+    def total(self) -> float:
+        """Seconds of the rollout."""
+        return self.gather + self.prefill + self.decode
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """Rows of a rollout on one rank."""
+
+    rows: int
+    batch: int
+    """Rows that are decoded side by side."""
+    prompt: int
+    response: int
+
+
+def gather(shape: Shape, layout: Layout, device: Device) -> float:
+    """Seconds to gather a ZeRO-3 actor's weights for a rollout; tensor-parallel ranks keep a part each."""
+    if layout.zero != 3 or layout.shards == 1:  # noqa: PLR2004
+        return 0.0
+    tensors = shape.layers * GATHER_TENSORS
+    moved = all_gather(data_group(layout, device), 2.0 * shape.parameters, messages=tensors)
+    return moved + tensors * GATHER_HOST * device.host_scale
+
+
+def rollout(shape: Shape, layout: Layout, device: Device, work: Work, *, host: float = DECODE_HOST) -> Rollout:
+    """Draw `work.rows` responses on each rank, in batches, all of full length."""
+    batches = -(-work.rows // work.batch)
+    batch = min(work.rows, work.batch)
+    prompt = replace(layout, length=work.prompt, micro_batch=batch, recompute="none", lora=0, tensor=1, context=1)
+    prefill = shape.layers * layers.layer(shape, prompt, device, OURS).forward
+    middle = work.prompt + work.response / 2
+    token = decode_step(shape, layout.dtype, device, batch, middle, host=host)
+    return Rollout(
+        gather=gather(shape, layout, device),
+        prefill=batches * prefill,
+        decode=batches * work.response * token,
+    )
+
+
+def decode_step(
+    shape: Shape, dtype: str, device: Device, batch: int, length: float, *, host: float = DECODE_HOST
+) -> float:
+    """Seconds of one token of `batch` rows that are `length` long."""
+    products = sum(matmul(device, dtype, batch, n, k) for n, k in layers.products(shape, 1))
+    width = 4.0 if dtype == "fp32" else 2.0
+    keys = traffic(device, width * batch * length * shape.cache_elements / shape.layers)
+    head = matmul(device, dtype, batch, -(-shape.vocabulary // 64) * 64, shape.embedding)
+    return shape.layers * max(products + keys, host * device.host_scale) + head
+
+
+def score(shape: Shape, layout: Layout, device: Device, rows: int, *, stack: Stack = OURS, head: bool = True) -> float:
+    """Seconds of one forward pass over `rows` sequences on each rank, in micro-batches of the layout."""
+    batches = -(-rows // layout.micro_batch)
+    one = layers.layer(shape, replace(layout, recompute="none", lora=0), device, stack)
+    computing = shape.layers * max(one.forward, one.host)
+    if head:
+        computing += layers.head(shape, layout, device, stack) / 3
+    if layout.tensor > 1:
+        size = 2.0 * layout.tokens * shape.hidden
+        computing += shape.layers * 2 * all_reduce(group(device, layout.tensor), size)
+    if layout.zero == 3 and layout.shards > 1:  # noqa: PLR2004
+        members = data_group(layout, device)
+        moved = all_gather(members, 2.0 * shape.parameters, messages=shape.layers * stack.gather_messages)
+        computing += moved - stack.overlap * min(moved, computing)
+    return batches * computing

@@ -32,6 +32,8 @@ class Group:
     per_node: int
     """Of these on one machine."""
     device: Device
+    single_card: bool = False
+    """Only one network card of a machine is used."""
 
     @property
     def nodes(self) -> int:
@@ -51,6 +53,7 @@ class Group:
     def rate(self) -> float:
         """Bytes a second past each rank of a ring; groups side by side share the cards of a machine."""
         between = self.device.node_bandwidth * NETWORK * self.per_node / self.device.node
+        between /= self.device.nics if self.single_card else 1
         inside = self.inside if self.per_node > 1 else float("inf")
         return inside if self.nodes == 1 else min(inside, between)
 

@@ -27,6 +27,9 @@ FLASH: dict[str, float] = {
 """Attention whose pairs stay on chip, of the 16-bit peak, forward and backward together (fitted: ampere, hopper). Dao
 2023, arXiv:2307.08691, measures 0.5 to 0.73 on A100 and 0.35 on H100."""
 
+FLASH_1 = 0.55
+"""Speed of its first version beside the second (Dao 2023: "around 2x")."""
+
 BANDWIDTH = 0.82
 """Of the memory's peak, for kernels that only read and write."""
 
@@ -34,7 +37,7 @@ TILES = ((256, 128), (128, 256), (128, 128), (64, 128), (64, 64))
 """Output tiles of a product's kernels, with their relative speed in `_TILE_SPEED`."""
 _TILE_SPEED = (1.0, 1.0, 0.94, 0.8, 0.62)
 
-DEPTH = 320.0
+DEPTH = 100.0
 """Depth of a product whose start and end take as long as its middle (fitted)."""
 
 UNALIGNED = 0.72

@@ -101,14 +101,15 @@ def _attention(shape: Shape, layout: Layout, device: Device, stack: Stack) -> tu
     pairs = layout.micro_batch * layout.length * layout.length / layout.context * heads
     operations = 4 * pairs * shape.head_size
     speed = 1.0 if shape.head_size % 8 == 0 else efficiency.NO_TENSOR_CORE
-    if stack.attention == "flash":
+    if stack.on_chip:
+        speed *= efficiency.FLASH_1 if stack.attention == "flash1" else 1.0
         rate = device.peak(dtype) * efficiency.FLASH[device.architecture] * device.power_limit * speed
         half = operations / 2 / rate  # the lower triangle
         return half, 2.5 * half  # backward: five products for two
     length, size = layout.length, shape.head_size
     one = matmul(device, dtype, length, length, size) + matmul(device, dtype, length, size, length)
     computing = layout.micro_batch * heads * (one - 2 * efficiency.KERNEL) / layout.context
-    moved = pairs * {"fused": 7 + 5 * stack.dropout, "eager": 22}[stack.attention]
+    moved = pairs * {"fused": 4 + 5 * stack.dropout, "eager": 20}[stack.attention]
     forward = computing + traffic(device, moved)
     return forward, 2 * computing + traffic(device, 1.5 * moved)
 

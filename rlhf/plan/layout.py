@@ -35,8 +35,9 @@ Dash et al. 2023, arXiv:2312.12705."""
 class Stack:
     """What a training program does with the hardware, as far as its speed or memory depends on it."""
 
-    attention: Literal["eager", "fused", "flash"] = "flash"
-    """eager: every step of the softmax reads and writes all pairs; fused: one kernel does; flash: pairs stay on chip."""
+    attention: Literal["eager", "fused", "flash1", "flash"] = "flash"
+    """eager: every step of the softmax reads and writes all pairs; fused: one kernel does; flash: pairs stay on chip;
+    flash1: the same by its first version, half as fast (Dao 2023, arXiv:2307.08691)."""
     pointwise: Literal["eager", "fused", "compiled"] = "eager"
     """How often norms, activations and residuals read and write memory."""
     states: StateBytes = MIXED
@@ -69,10 +70,19 @@ class Stack:
     """Masks are kept for the backward pass."""
     host: float = 1.0
     """Host time of a kernel call, in units of a plain PyTorch call."""
+    single_card: bool = False
+    """Each weight is broadcast by its owner over one network card, as ZeRO-3 did before ZeRO-Infinity (Rajbhandari et
+    al. 2021, arXiv:2104.07857, sec. 6.1)."""
     quantised_gather: bool = False
     """ZeRO++: weights gathered as int8 (qwZ), backward gathers inside a machine (hpZ), int4 gradients (qgZ)."""
     context_bytes: float = 0.0
     """What a reading of the whole device counts beside the allocator: CUDA, NCCL, libraries."""
+
+
+    @property
+    def on_chip(self) -> bool:
+        """Attention keeps no pairs in memory."""
+        return self.attention.startswith("flash")
 
 
 OURS = Stack(logit_tokens=4096, bucket_elements=1e8, logit_bytes=10)

@@ -97,11 +97,11 @@ def layer_activations(shape: Shape, layout: Layout, stack: Stack) -> float:
     outside = 4 * width * hidden + 2 * mask * hidden  # inputs of both norms and of both blocks, two masks
     inner = shape.intermediate * shape.mlp_matrices  # before and after the activation, and the gate
     inside = width * (qkv + heads + inner)
-    if layout.recompute == "selective" and stack.attention == "flash":
+    if layout.recompute == "selective" and stack.on_chip:
         # Every second product is kept (torchtitan's "op"): half of what is inside, the inputs of the rest.
         inside, outside = inside / 2, outside / 2
     # Of each pair: the softmax and, after dropout, its mask and product; eager, the softmax in fp32 and a copy.
-    pair_bytes = {"flash": 0.0, "fused": 2 * width + mask, "eager": 3 * width}[stack.attention]
+    pair_bytes = {"flash": 0.0, "flash1": 0.0, "fused": 2 * width + mask, "eager": 3 * width}[stack.attention]
     pairs = pair_bytes * shape.heads * layout.length * (layout.recompute == "none")
     return outside / serial + (inside + pairs) / tensor
 

@@ -1,6 +1,6 @@
 """Seconds of one update of one model: computing, collectives, bubble, optimiser. No torch."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from rlhf.plan import layer as layers
 from rlhf.plan import memory
@@ -45,10 +45,9 @@ class StepTime:
 def step(shape: Shape, layout: Layout, device: Device, stack: Stack = OURS, *, with_head: bool = True) -> StepTime:
     """An update of `layout.global_batch` sequences; without a head, of a reward model or critic."""
     one = layers.layer(shape, layout, device, stack)
-    count = shape.layers / layout.pipeline
     head = layers.head(shape, layout, device, stack) if with_head else 0.0
-    # The last stage has the head, and every stage waits for the slowest.
-    useful = count * (one.forward + one.backward) + head / _head_share(shape, layout)
+    count = slowest(shape, layout, head / (one.forward + one.backward + _again(one, layout, stack)))
+    useful = count * (one.forward + one.backward) + head * (layout.pipeline == 1)
     again = count * _again(one, layout, stack)
     host_passes = {"none": 2.5, "selective": 2.7, "full": 3.5}[layout.recompute]
     tensor = count * _tensor(shape, layout, device, stack)
@@ -67,10 +66,18 @@ def step(shape: Shape, layout: Layout, device: Device, stack: Stack = OURS, *, w
     )  # fmt: skip
 
 
-def _head_share(shape: Shape, layout: Layout) -> float:
-    """Of the head's time, what does not lengthen a stage: with one stage nothing, else programs give the last stage
-    fewer layers where the head is as large as one."""
-    return 1.0 if layout.pipeline == 1 else layout.pipeline
+def slowest(shape: Shape, layout: Layout, head: float) -> float:
+    """Layers that the slowest stage takes the time of, the head, which is worth `head` layers, included.
+
+    Layers are dealt evenly; where two more would be a multiple of the stages, the ends have one less each, since
+    they embed and have the head.
+    """
+    stages = layout.pipeline
+    if stages == 1:
+        return float(shape.layers)
+    middle = -(-shape.layers // stages)
+    ends_have_less = (shape.layers + 2) % stages == 0
+    return max(middle, middle - ends_have_less + head)
 
 
 def _again(one: layers.LayerTime, layout: Layout, stack: Stack) -> float:
@@ -79,7 +86,7 @@ def _again(one: layers.LayerTime, layout: Layout, stack: Stack) -> float:
         return one.forward
     if layout.recompute == "selective":
         # Without pairs in memory every second product is made again (torchtitan's "op"); with them, attention's are.
-        return 0.5 * one.products + one.pointwise if stack.attention == "flash" else one.attention
+        return 0.5 * one.products + one.pointwise if stack.on_chip else one.attention
     return 0.0
 
 
@@ -110,6 +117,8 @@ def _zero3(shape: Shape, layout: Layout, device: Device, stack: Stack, busy: flo
     if layout.zero != 3 or layout.shards == 1:  # noqa: PLR2004
         return 0.0
     members = data_group(layout, device)
+    if stack.single_card:
+        members = replace(members, single_card=True)
     width = 4.0 if layout.dtype == "fp32" else 2.0
     size = width * shape.parameters / layout.tensor
     messages = shape.layers * stack.gather_messages

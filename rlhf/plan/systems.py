@@ -18,6 +18,10 @@ CHAT = Stack(
 )  # fmt: skip
 """DeepSpeed-Chat of 2023 through transformers: eager attention; LoRA's factors and the matrices they adapt are gathered
 one by one, forward, for the recomputation and backward."""
+ZERO3 = Stack(
+    attention="fused", pointwise="fused", gathers=3, gather_messages=4, logit_bytes=8, dropout=True, overlap=0.6
+)
+"""Megatron's model under DeepSpeed's ZeRO-3."""
 MEGATRON = Stack(
     attention="fused", pointwise="fused", gradient_overlap=False, scattered_pipeline=True, gradients_kept=True,
     dropout=True, host=0.7, context_bytes=6e9,
@@ -29,9 +33,10 @@ MEGATRON_CORE = Stack(
 )  # fmt: skip
 """Megatron-Core of 2024 and later: fused kernels, tensor collectives in pieces under products, reduction overlapped."""
 FSDP = Stack(states=FP32, live_layers=2, logit_bytes=14, overlap=0.85)
+MOSAIC = replace(FSDP, attention="flash1")
 """PyTorch's FSDP: sharded fp32 states, weights gathered in two bytes, a layer ahead."""
 INTERN = Stack(
-    attention="flash", pointwise="fused", states=StateBytes(weights=2, gradients=2, optimizer=20), gradients_kept=True,
+    attention="flash1", pointwise="fused", states=StateBytes(weights=2, gradients=2, optimizer=20), gradients_kept=True,
     live_layers=2,
 )  # fmt: skip
 """InternEvo: its optimiser makes fp32 copies of gradients and updates (fitted: its own table of memory)."""
@@ -72,14 +77,14 @@ SYSTEMS: tuple[System, ...] = (
     System(group="DeepSpeed-Chat logs", pattern="DeepSpeed-Chat step[123] log|DeepSpeed-Chat step2 DPO", stack=CHAT,
            device="v100-32"),
     System(group="DeepSpeed-Chat generation", pattern="DeepSpeed-Chat$", stack=CHAT),
-    System(group="MosaicML MPT", pattern="MosaicML", stack=FSDP, fitted=_FIT_TIME),
+    System(group="MosaicML MPT", pattern="MosaicML", stack=MOSAIC, fitted=_FIT_TIME),
     System(group="torchtitan", pattern="torchtitan", stack=FSDP, device="h100-96", network=(8, 400)),
     System(group="Megatron SC21, weak scaling", pattern="Megatron-LM SC21", stack=MEGATRON, fitted=_FIT_TIME,
            recompute="full", network=(8, 200)),
     System(group="Megatron SC21, table 2", pattern="SC21 Table2 PTD-P", stack=MEGATRON, recompute="full",
            virtual={12: 4, 35: 3}, network=(8, 200)),
     System(group="ZeRO-3 of SC21, table 2", pattern="SC21 Table2 ZeRO-3",
-           stack=replace(CHAT, gather_messages=4, host=1.0, attention="fused", overlap=0.7), recompute="full",
+           stack=replace(ZERO3, single_card=True), recompute="full",
            network=(8, 200)),
     System(group="Megatron-Core r0.8", pattern="Megatron-Core", stack=MEGATRON_CORE, virtual={4: 4, 8: 4, 16: 4},
            sequence_parallel=True),
@@ -91,10 +96,10 @@ SYSTEMS: tuple[System, ...] = (
     System(group="InternEvo", pattern="InternEvo 7B", stack=INTERN, network=(4, 100)),
     System(group="InternEvo memory", pattern="InternEvo memory", stack=INTERN, fitted=_FIT_MEMORY, network=(4, 100)),
     System(group="DeepSpeed ZeRO-3, Azure", pattern="DeepSpeed ZeRO-3",
-           stack=replace(CHAT, gather_messages=4, host=1.0, attention="fused", overlap=0.7), network=(8, 200),
+           stack=ZERO3, network=(8, 200),
            recompute="full"),
     System(group="ZeRO-3 and ZeRO++ on V100", pattern="ZeRO-3$|ZeRO\\+\\+$",
-           stack=replace(CHAT, gather_messages=4, host=1.0, attention="fused", overlap=0.5), device="v100-32",
+           stack=ZERO3, device="v100-32",
            recompute="full"),
     System(group="Frontier", pattern="Frontier", stack=replace(MEGATRON, attention="flash", dropout=False),
            device="mi250x-gcd", recompute="full"),
@@ -212,7 +217,7 @@ FRONTIER: dict[str, dict[str, int]] = {
 """Layouts behind Frontier's percentages: the author's launch scripts and the paper's tuned settings."""
 
 
-def find_layout(record: Record, system: System) -> Layout:
+def find_layout(record: Record, system: System, device: Device) -> Layout:
     """Layout of a record.
 
     Raises:
@@ -252,7 +257,7 @@ def find_layout(record: Record, system: System) -> Layout:
         virtual=virtual if pipeline > 1 else 1, context=context,
         sequence_parallel=tensor > 1 and (system.sequence_parallel and recompute != "full" or zero == 3),
         recompute=recompute,  # type: ignore[arg-type]
-        dtype=_dtype(record), lora=record.whole("lora", 0) if "Bridge" not in record.system else 0,
+        dtype=_dtype(record, device), lora=record.whole("lora", 0) if "Bridge" not in record.system else 0,
         embeddings_trained=True, zero_group=_zero_group(record),
         offload_optimizer="offload" in record.system and "Azure" in record.system,
         offload_activations="cpu" in (record.act_ckpt or ""),
@@ -269,10 +274,12 @@ def _recompute(record: Record, system: System) -> str:
     return next((name for name in ("none", "selective", "full") if said.startswith(name)), "none")
 
 
-def _dtype(record: Record) -> str:
-    said = (record.precision or "").lower()
-    order = ("fp4", "fp8", "fp16", "fp32")
-    return next((name for name in order if name in said.replace("nvfp4", "fp4")), "bf16")
+def _dtype(record: Record, device: Device) -> str:
+    """Type of the products: what the record says first, else the device's 16-bit type."""
+    said = (record.precision or "").lower().split("(")[0].split(" ")[0]
+    order = ("fp4", "fp8", "bf16", "fp16", "fp32")
+    usual = "bf16" if "bf16" in device.peak_tflops else "fp16"
+    return next((name for name in order if name in said), usual)
 
 
 def find_stack(record: Record, system: System, layout: Layout) -> Stack:
@@ -303,8 +310,9 @@ def find_case(record: Record, devices: Mapping[str, Device]) -> Case:
     system = find_system(record)
     if isinstance(system, str):
         raise ValueError(system)
-    layout = find_layout(record, system)
-    return system, find_shape(record), layout, find_device(record, system, devices), find_stack(record, system, layout)
+    device = find_device(record, system, devices)
+    layout = find_layout(record, system, device)
+    return system, find_shape(record), layout, device, find_stack(record, system, layout)
 
 
 Predictor = Callable[[Record, Case], float]

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 from rlhf.plan.hardware import Device
 
-LINK = 0.78
+LINK = 0.50
 """Of the links' rate inside a machine that a large collective reaches: 230 to 240 of 300 GB/s on A100."""
-NETWORK = 0.75
-"""Of the cards' rate."""
+NETWORK = {"infiniband": 0.65, "roce": 0.50, "omnipath": 0.50, "slingshot": 0.50}
+"""Of the cards' rate, by the kind of network (fitted: roce, omnipath)."""
 HOP_INSIDE = 3.4e-6
-HOP_BETWEEN = 28e-6
+HOP_BETWEEN = 33e-6
 """Seconds of a hop between machines, waiting for the slowest rank included (fitted; NCCL counts 14 us)."""
 START = 15e-6
 """Seconds to launch a collective."""
@@ -52,7 +52,7 @@ class Group:
     @property
     def rate(self) -> float:
         """Bytes a second past each rank of a ring; groups side by side share the cards of a machine."""
-        between = self.device.node_bandwidth * NETWORK * self.per_node / self.device.node
+        between = self.device.node_bandwidth * NETWORK[self.device.fabric] * self.per_node / self.device.node
         between /= self.device.nics if self.single_card else 1
         inside = self.inside if self.per_node > 1 else float("inf")
         return inside if self.nodes == 1 else min(inside, between)
@@ -93,4 +93,4 @@ def send(device: Device, size: float, *, between: bool, sharing: int = 1) -> flo
     """Seconds from one rank to another; `sharing` ranks of a machine send at once when it is between machines."""
     if not between:
         return START + size / (device.link_gb_s * 1e9 * LINK)
-    return START + HOP_BETWEEN + size * sharing / (device.node_bandwidth * NETWORK)
+    return START + HOP_BETWEEN + size * sharing / (device.node_bandwidth * NETWORK[device.fabric])

@@ -9,12 +9,12 @@ import math
 from rlhf.plan.hardware import Device
 
 CEILING: dict[str, dict[str, float]] = {
-    "volta": {"fp16": 0.72, "bf16": 0.72, "fp32": 0.85},
-    "ampere": {"fp16": 0.86, "bf16": 0.86, "fp32": 0.85},
-    "hopper": {"fp16": 0.70, "bf16": 0.70, "fp8": 0.62, "fp32": 0.75},
-    "blackwell": {"fp16": 0.74, "bf16": 0.74, "fp8": 0.68, "fp4": 0.55, "fp32": 0.75},
-    "cdna2": {"fp16": 0.62, "bf16": 0.62, "fp32": 0.7},
-    "cdna3": {"fp16": 0.50, "bf16": 0.50, "fp8": 0.45, "fp32": 0.6},
+    "volta": {"fp16": 0.60, "bf16": 0.60, "fp32": 0.85},
+    "ampere": {"fp16": 0.81, "bf16": 0.81, "fp32": 0.85},
+    "hopper": {"fp16": 0.67, "bf16": 0.67, "fp8": 0.60, "fp32": 0.75},
+    "blackwell": {"fp16": 0.66, "bf16": 0.66, "fp8": 0.65, "fp4": 0.50, "fp32": 0.75},
+    "cdna2": {"fp16": 0.53, "bf16": 0.53, "fp32": 0.7},
+    "cdna3": {"fp16": 0.43, "bf16": 0.43, "fp8": 0.38, "fp32": 0.6},
     "cpu": {"fp32": 0.9, "bf16": 0.9, "fp16": 0.9},
 }
 """Large, aligned products under load (fitted: ampere, hopper, cdna2, volta). The best that a search over shapes found is
@@ -22,7 +22,7 @@ CEILING: dict[str, dict[str, float]] = {
 hours at full power stays below it. A CPU's peak is measured, so the rest is close to it."""
 
 FLASH: dict[str, float] = {
-    "volta": 0.30, "ampere": 0.55, "hopper": 0.36, "blackwell": 0.32, "cdna2": 0.30, "cdna3": 0.27, "cpu": 0.5
+    "volta": 0.30, "ampere": 0.56, "hopper": 0.31, "blackwell": 0.32, "cdna2": 0.30, "cdna3": 0.27, "cpu": 0.5
 }  # fmt: skip
 """Attention whose pairs stay on chip, of the 16-bit peak, forward and backward together (fitted: ampere, hopper). Dao
 2023, arXiv:2307.08691, measures 0.5 to 0.73 on A100 and 0.35 on H100."""
@@ -30,17 +30,17 @@ FLASH: dict[str, float] = {
 FLASH_1 = 0.55
 """Speed of its first version beside the second (Dao 2023: "around 2x")."""
 
-BANDWIDTH = 0.82
+BANDWIDTH = 0.75
 """Of the memory's peak, for kernels that only read and write."""
 
 TILES = ((256, 128), (128, 256), (128, 128), (64, 128), (64, 64))
 """Output tiles of a product's kernels, with their relative speed in `_TILE_SPEED`."""
 _TILE_SPEED = (1.0, 1.0, 0.94, 0.8, 0.62)
 
-DEPTH = 100.0
+DEPTH = 200.0
 """Depth of a product whose start and end take as long as its middle (fitted)."""
 
-UNALIGNED = 0.72
+UNALIGNED = 0.50
 """Speed of a product whose rows do not start on a 128-byte line (fitted: BLOOM's hidden 14400 over 8 ranks)."""
 NO_TENSOR_CORE = 0.25
 """Of one whose rows do not start on 16 bytes."""

@@ -8,7 +8,7 @@ from rlhf.plan.hardware import Device
 from rlhf.plan.layout import Layout, Stack
 from rlhf.plan.shapes import Shape
 
-POINTWISE = {"eager": 1.9, "fused": 1.25, "compiled": 0.9}
+POINTWISE = {"eager": 2.2, "fused": 2.0, "compiled": 1.3}
 """Bytes that norms, residuals and activations move, in units of the least that separate kernels need (fitted)."""
 BACKWARD_BYTES = 1.6
 """Bytes of a pointwise operation's backward pass, in units of its forward pass."""
@@ -16,6 +16,8 @@ HOST_CALL = 9e-6
 """Seconds of the processor to launch one kernel from PyTorch."""
 CALLS = {"eager": 26, "fused": 16, "compiled": 12}
 """Kernels of a layer's forward pass."""
+HOST_GATHER = 0.25e-3
+"""Seconds of the processor to gather one tensor under ZeRO-3: hooks, allocation, launch (fitted: Lambda's step 1)."""
 LORA_CALLS = 4
 """More of them for each adapted matrix."""
 
@@ -106,9 +108,10 @@ def _attention(shape: Shape, layout: Layout, device: Device, stack: Stack) -> tu
         rate = device.peak(dtype) * efficiency.FLASH[device.architecture] * device.power_limit * speed
         half = operations / 2 / rate  # the lower triangle
         return half, 2.5 * half  # backward: five products for two
-    length, size = layout.length, shape.head_size
-    one = matmul(device, dtype, length, length, size) + matmul(device, dtype, length, size, length)
-    computing = layout.micro_batch * heads * (one - 2 * efficiency.KERNEL) / layout.context
+    # Two batched products; what they read and write is the pairs, and their short side costs no start of its own.
+    ceiling = efficiency.CEILING[device.architecture][dtype] * device.power_limit
+    rate = device.peak(dtype) * ceiling * efficiency.alignment(shape.head_size)
+    computing = max(operations / rate, traffic(device, 4 * pairs))
     moved = pairs * {"fused": 4 + 5 * stack.dropout, "eager": 20}[stack.attention]
     forward = computing + traffic(device, moved)
     return forward, 2 * computing + traffic(device, 1.5 * moved)

@@ -56,6 +56,8 @@ class Stack:
     """Share of the shorter of computing and ZeRO-3's communication that is hidden behind the longer."""
     gradient_overlap: bool = True
     """The reduction of gradients runs under the backward pass of the last micro-batch."""
+    gather_overlap: bool = False
+    """ZeRO-1's gathering of new weights runs under the next forward pass."""
     tensor_overlap: float = 0.0
     """Share of tensor parallelism's collectives that runs under products."""
     scattered_pipeline: bool = False

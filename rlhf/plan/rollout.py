@@ -14,9 +14,9 @@ from rlhf.plan.layout import OURS, Layout, Stack
 from rlhf.plan.shapes import Shape
 from rlhf.plan.step import data_group
 
-DECODE_HOST = 480e-6
+DECODE_HOST = 570e-6
 """Seconds of the processor for one layer of a decoding step (fitted: Lambda's OPT-13B on H100)."""
-GATHER_HOST = 0.9e-3
+GATHER_HOST = 1.2e-3
 """Seconds of the processor to gather one weight tensor for generation (fitted: the same)."""
 GATHER_TENSORS = 16
 """Weight tensors of a layer, OPT's."""
@@ -86,7 +86,8 @@ def score(shape: Shape, layout: Layout, device: Device, rows: int, *, stack: Sta
     """Seconds of one forward pass over `rows` sequences on each rank, in micro-batches of the layout."""
     batches = -(-rows // layout.micro_batch)
     one = layers.layer(shape, replace(layout, recompute="none", lora=0), device, stack)
-    computing = shape.layers * max(one.forward, one.host)
+    host = one.host + (layout.zero == 3) * stack.gather_messages * layers.HOST_GATHER * device.host_scale  # noqa: PLR2004
+    computing = shape.layers * max(one.forward, host)
     if head:
         computing += layers.head(shape, layout, device, stack) / 3
     if layout.tensor > 1:

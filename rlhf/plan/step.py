@@ -12,6 +12,9 @@ from rlhf.plan.shapes import Shape
 STEP_HOST = 4e-3
 """Seconds of the processor for an update beside its layers: data, clipping, the optimiser's launch."""
 
+EXPOSED = 0.1
+"""Of an overlapped reduction, the last bucket's share."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
@@ -52,11 +55,14 @@ def step(shape: Shape, layout: Layout, device: Device, stack: Stack = OURS, *, w
     host_passes = {"none": 2.5, "selective": 2.7, "full": 3.5}[layout.recompute]
     tensor = count * _tensor(shape, layout, device, stack)
     busy = useful + again + tensor
-    idle = max(0.0, count * one.host * host_passes - busy)
+    host = one.host * host_passes
+    if layout.zero == 3:  # noqa: PLR2004
+        host += stack.gathers * stack.gather_messages * layers.HOST_GATHER * device.host_scale
+    idle = max(0.0, count * host - busy)
     gather = _zero3(shape, layout, device, stack, busy + idle)
     micro = busy + idle + gather
     bubble = _bubble(shape, layout, device, stack, micro)
-    reduce = _reduce(shape, layout, device, stack, hidden=count * one.backward)
+    reduce = _reduce(shape, layout, device, stack, hidden=(count * one.backward, count * one.forward))
     trained = memory.trained_parameters(shape, layout)
     n = layout.accumulation
     return StepTime(
@@ -153,8 +159,13 @@ def _bubble(shape: Shape, layout: Layout, device: Device, stack: Stack, micro: f
     return fill + 2 * one * layout.virtual * layout.accumulation
 
 
-def _reduce(shape: Shape, layout: Layout, device: Device, stack: Stack, *, hidden: float) -> float:
-    """Gradients summed over replicas, once an update; ZeRO-1 and 2 scatter them and gather the new weights."""
+def _reduce(
+    shape: Shape, layout: Layout, device: Device, stack: Stack, *, hidden: tuple[float, float]
+) -> float:
+    """Gradients summed over replicas, once an update; ZeRO-1 and 2 scatter them and gather the new weights.
+
+    `hidden`: seconds of the last backward and the first forward pass of a micro-batch, which can run over them.
+    """
     if layout.replicas == 1 or layout.zero == 3:  # noqa: PLR2004
         return 0.0
     members = data_group(layout, device)
@@ -169,5 +180,7 @@ def _reduce(shape: Shape, layout: Layout, device: Device, stack: Stack, *, hidde
         sharing = group(device, layout.shards, stride=layout.tensor)
         gathering = all_gather(sharing, 2.0 * trained, messages=buckets)
     if stack.gradient_overlap:
-        reduction = max(reduction - hidden, 0.1 * reduction)
+        reduction = max(reduction - hidden[0], EXPOSED * reduction)
+    if stack.gather_overlap:
+        gathering = max(gathering - hidden[1], EXPOSED * gathering)
     return reduction + gathering

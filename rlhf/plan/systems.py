@@ -13,8 +13,8 @@ from rlhf.plan.published import Record
 from rlhf.plan.shapes import MODELS, Shape, gpt
 
 CHAT = Stack(
-    attention="eager", pointwise="eager", gathers=3, gather_messages=18, logit_bytes=4, dropout=True, host=2.0,
-    overlap=0.35,
+    attention="eager", pointwise="eager", gathers=3, gather_messages=18, logit_bytes=4, dropout=True, host=3.5,
+    overlap=0.45,
 )  # fmt: skip
 """DeepSpeed-Chat of 2023 through transformers: eager attention; LoRA's factors and the matrices they adapt are gathered
 one by one, forward, for the recomputation and backward."""
@@ -24,11 +24,11 @@ ZERO3 = Stack(
 """Megatron's model under DeepSpeed's ZeRO-3."""
 MEGATRON = Stack(
     attention="fused", pointwise="fused", gradient_overlap=False, scattered_pipeline=True, gradients_kept=True,
-    dropout=True, host=0.7, context_bytes=6e9,
+    dropout=True, host=0.7, context_bytes=7e9,
 )  # fmt: skip
 """Megatron-LM of 2021 and Megatron-DeepSpeed: fused softmax, dropout, gradients in a buffer, reduced at the end."""
 MEGATRON_CORE = Stack(
-    attention="flash", pointwise="compiled", tensor_overlap=0.5, gradient_overlap=True, scattered_pipeline=True,
+    attention="flash", pointwise="compiled", tensor_overlap=0.5, gather_overlap=True, scattered_pipeline=True,
     states=FP32_GRADIENTS, gradients_kept=True, host=0.5, live_layers=2, overlap=0.9,
 )  # fmt: skip
 """Megatron-Core of 2024 and later: fused kernels, tensor collectives in pieces under products, reduction overlapped."""
@@ -36,7 +36,7 @@ FSDP = Stack(states=FP32, live_layers=2, logit_bytes=14, overlap=0.85)
 MOSAIC = replace(FSDP, attention="flash1")
 """PyTorch's FSDP: sharded fp32 states, weights gathered in two bytes, a layer ahead."""
 INTERN = Stack(
-    attention="flash1", pointwise="fused", states=StateBytes(weights=2, gradients=2, optimizer=20), gradients_kept=True,
+    attention="flash1", pointwise="fused", states=StateBytes(weights=2, gradients=2, optimizer=22), gradients_kept=True,
     live_layers=2,
 )  # fmt: skip
 """InternEvo: its optimiser makes fp32 copies of gradients and updates (fitted: its own table of memory)."""
@@ -59,8 +59,8 @@ class System:
     micro_batch: int = 1
     virtual: Mapping[int, int] = field(default_factory=dict)
     """Pieces a stage by number of stages, where the source does not say."""
-    network: tuple[int, float] | None = None
-    """Cards of a machine and Gbit/s of one, where they differ from the device's usual machine."""
+    network: tuple[int, float, str] | None = None
+    """Cards of a machine, Gbit/s of one and their kind, where they differ from the device's usual machine."""
     sequence_parallel: bool = False
 
 
@@ -75,34 +75,33 @@ SYSTEMS: tuple[System, ...] = (
     System(group="Lambda ratios", pattern="Lambda DeepChat$", stack=CHAT, recompute="full"),
     System(group="DeepSpeed-Chat step 3", pattern="DeepSpeed-Chat (step3|e2e)", stack=CHAT, recompute="full"),
     System(group="DeepSpeed-Chat logs", pattern="DeepSpeed-Chat step[123] log|DeepSpeed-Chat step2 DPO", stack=CHAT,
-           device="v100-32"),
+           device="v100-32", fitted=_FIT_TIME),
     System(group="DeepSpeed-Chat generation", pattern="DeepSpeed-Chat$", stack=CHAT),
     System(group="MosaicML MPT", pattern="MosaicML", stack=MOSAIC, fitted=_FIT_TIME),
-    System(group="torchtitan", pattern="torchtitan", stack=FSDP, device="h100-96", network=(8, 400)),
-    System(group="Megatron SC21, weak scaling", pattern="Megatron-LM SC21", stack=MEGATRON, fitted=_FIT_TIME,
-           recompute="full", network=(8, 200)),
+    System(group="torchtitan", pattern="torchtitan", stack=FSDP, device="h100-96", network=(8, 400, "roce")),
+    System(group="Megatron SC21, weak scaling", pattern="Megatron-LM SC21", stack=MEGATRON, recompute="full", network=(8, 200, "infiniband")),
     System(group="Megatron SC21, table 2", pattern="SC21 Table2 PTD-P", stack=MEGATRON, recompute="full",
-           virtual={12: 4, 35: 3}, network=(8, 200)),
+           virtual={12: 4, 35: 3}, network=(8, 200, "infiniband")),
     System(group="ZeRO-3 of SC21, table 2", pattern="SC21 Table2 ZeRO-3",
            stack=replace(ZERO3, single_card=True), recompute="full",
-           network=(8, 200)),
+           network=(8, 200, "infiniband")),
     System(group="Megatron-Core r0.8", pattern="Megatron-Core", stack=MEGATRON_CORE, virtual={4: 4, 8: 4, 16: 4},
            sequence_parallel=True),
     System(group="Megatron, selective", pattern="Megatron SP", stack=replace(MEGATRON, dropout=True),
-           sequence_parallel=True, virtual={8: 3, 35: 3, 64: 2}, network=(8, 200)),
+           sequence_parallel=True, virtual={8: 3, 35: 3, 64: 2}, network=(8, 200, "infiniband")),
     System(group="Megatron-Bridge", pattern="Megatron-Bridge", stack=MEGATRON_CORE, sequence_parallel=True),
     System(group="BigScience tr11", pattern="BigScience", stack=MEGATRON, device="a100-80",
-           fitted=_FIT_MEMORY, recompute="full", network=(4, 100)),
-    System(group="InternEvo", pattern="InternEvo 7B", stack=INTERN, network=(4, 100)),
-    System(group="InternEvo memory", pattern="InternEvo memory", stack=INTERN, fitted=_FIT_MEMORY, network=(4, 100)),
+           fitted=_FIT_TIME | _FIT_MEMORY, recompute="full", network=(4, 100, "omnipath")),
+    System(group="InternEvo", pattern="InternEvo 7B", stack=INTERN, network=(4, 100, "roce")),
+    System(group="InternEvo memory", pattern="InternEvo memory", stack=INTERN, fitted=_FIT_MEMORY, network=(4, 100, "roce")),
     System(group="DeepSpeed ZeRO-3, Azure", pattern="DeepSpeed ZeRO-3",
-           stack=ZERO3, network=(8, 200),
+           stack=ZERO3, network=(8, 200, "infiniband"),
            recompute="full"),
     System(group="ZeRO-3 and ZeRO++ on V100", pattern="ZeRO-3$|ZeRO\\+\\+$",
            stack=ZERO3, device="v100-32",
            recompute="full"),
     System(group="Frontier", pattern="Frontier", stack=replace(MEGATRON, attention="flash", dropout=False),
-           device="mi250x-gcd", recompute="full"),
+           device="mi250x-gcd", recompute="full", fitted=_FIT_TIME),
 )  # fmt: skip
 
 LEFT_OUT = {
@@ -152,14 +151,15 @@ def find_device(record: Record, system: System, devices: Mapping[str, Device]) -
     name = "h100-96" if system.device == "h100-96" else name
     device = devices[name]
     if "MosaicML" in record.system and name.startswith("a100"):
-        return with_network(device, nics=8, nic_gbit_s=200)
+        return with_network(device, nics=8, nic_gbit_s=200, fabric="roce")
     if name == "v100-32":
         cards = {"1 IB": (1, 100), "4 IB": (4, 100), "200Gb": (2, 100), "800Gb": (8, 100)}
         for said, (nics, rate) in cards.items():
             if said in record.hardware:
                 return with_network(device, nics=nics, nic_gbit_s=rate)
     if system.network is not None:
-        return with_network(device, nics=system.network[0], nic_gbit_s=system.network[1])
+        nics, rate, fabric = system.network
+        return with_network(device, nics=nics, nic_gbit_s=rate, fabric=fabric)
     return device
 
 
@@ -241,14 +241,12 @@ def find_layout(record: Record, system: System, device: Device) -> Layout:
     if record.vpp is None and "interleaved" in record.note.lower():
         virtual = 2
     data = gpus // (tensor * pipeline * context)
-    if system.group == "torchtitan" and pipeline > 1:  # its local batch is cut into micro-batches of one
-        accumulation, micro = micro, 1
+    if system.group == "torchtitan" and pipeline > 1:  # its local batch is cut into as many micro-batches as there are stages
+        accumulation, micro = pipeline, max(1, micro // pipeline)
     elif record.gas is not None:
         accumulation = round(record.gas)
     else:
         accumulation = max(1, round(record.gbs / (data * micro))) if record.gbs else 1
-    if "packed" in record.system:
-        length, micro = length * micro, 1
     recompute = _recompute(record, system)
     zero = record.whole("zero_stage", 0)
     return Layout(

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from rlhf.plan.hardware import Device
 
-LINK = 0.50
+LINK = 0.55
 """Of the links' rate inside a machine that a large collective reaches: 230 to 240 of 300 GB/s on A100."""
-NETWORK = {"infiniband": 0.65, "roce": 0.50, "omnipath": 0.50, "slingshot": 0.50}
+NETWORK = {"infiniband": 0.8, "roce": 0.50, "omnipath": 0.50, "slingshot": 0.50}
 """Of the cards' rate, by the kind of network (fitted: roce, omnipath)."""
 HOP_INSIDE = 3.4e-6
 HOP_BETWEEN = 33e-6

@@ -52,7 +52,8 @@ def gather(shape: Shape, layout: Layout, device: Device) -> float:
     if layout.zero != 3 or layout.shards == 1:  # noqa: PLR2004
         return 0.0
     tensors = shape.layers * GATHER_TENSORS
-    moved = all_gather(data_group(layout, device), 2.0 * shape.parameters, messages=tensors)
+    size = 2.0 * shape.parameters / layout.tensor
+    moved = all_gather(data_group(layout, device), size, messages=tensors)
     return moved + tensors * GATHER_HOST * device.host_scale
 
 
@@ -60,10 +61,10 @@ def rollout(shape: Shape, layout: Layout, device: Device, work: Work, *, host: f
     """Draw `work.rows` responses on each rank, in batches, all of full length."""
     batches = -(-work.rows // work.batch)
     batch = min(work.rows, work.batch)
-    prompt = replace(layout, length=work.prompt, micro_batch=batch, recompute="none", lora=0, tensor=1, context=1)
+    prompt = replace(layout, length=work.prompt, micro_batch=batch, recompute="none", lora=0, context=1)
     prefill = shape.layers * layers.layer(shape, prompt, device, OURS).forward
     middle = work.prompt + work.response / 2
-    token = decode_step(shape, layout.dtype, device, batch, middle, host=host)
+    token = decode_step(shape, layout, device, batch, middle, host=host)
     return Rollout(
         gather=gather(shape, layout, device),
         prefill=batches * prefill,
@@ -72,14 +73,16 @@ def rollout(shape: Shape, layout: Layout, device: Device, work: Work, *, host: f
 
 
 def decode_step(
-    shape: Shape, dtype: str, device: Device, batch: int, length: float, *, host: float = DECODE_HOST
+    shape: Shape, layout: Layout, device: Device, batch: int, length: float, *, host: float = DECODE_HOST
 ) -> float:
-    """Seconds of one token of `batch` rows that are `length` long."""
-    products = sum(matmul(device, dtype, batch, n, k) for n, k in layers.products(shape, 1))
+    """Seconds of one token of `batch` rows that are `length` long; tensor-parallel ranks share the model."""
+    dtype, tensor = layout.dtype, layout.tensor
+    products = sum(matmul(device, dtype, batch, n, k) for n, k in layers.products(shape, tensor))
     width = 4.0 if dtype == "fp32" else 2.0
-    keys = traffic(device, width * batch * length * shape.cache_elements / shape.layers)
-    head = matmul(device, dtype, batch, -(-shape.vocabulary // 64) * 64, shape.embedding)
-    return shape.layers * max(products + keys, host * device.host_scale) + head
+    keys = traffic(device, width * batch * length * shape.cache_elements / shape.layers / tensor)
+    sums = 2 * all_reduce(group(device, tensor), 2.0 * batch * shape.hidden)
+    head = matmul(device, dtype, batch, -(-shape.vocabulary // 64) * 64 / tensor, shape.embedding)
+    return shape.layers * max(products + keys + sums, host * device.host_scale) + head
 
 
 def score(shape: Shape, layout: Layout, device: Device, rows: int, *, stack: Stack = OURS, head: bool = True) -> float:

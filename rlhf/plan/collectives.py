@@ -1,7 +1,7 @@
 """Seconds of collectives on machines of several devices with several network cards. No torch.
 
-Rings, as NCCL builds them: a ring enters and leaves each machine once, over the cards of the ranks it holds, so its rate
-is the smaller of a device's link and the machine's cards; each hop adds a latency. A ring all-gather of S bytes over n
+Rings, as NCCL builds them: a ring enters and leaves each machine once, over the cards of the ranks it holds, so its
+rate is the smaller of a device's link and the machine's cards; each hop adds a latency. A ring all-gather of S bytes over n
 ranks moves (n - 1) / n S bytes past each rank in n - 1 hops; an all-reduce does that twice. Source of the factors:
 nccl-tests, PERFORMANCE.md; of the latencies, NCCL's tuning model (3.4 us inside a machine; 14 us between machines for
 large messages).

@@ -17,9 +17,10 @@ CEILING: dict[str, dict[str, float]] = {
     "cdna3": {"fp16": 0.43, "bf16": 0.43, "fp8": 0.38, "fp32": 0.6},
     "cpu": {"fp32": 0.9, "bf16": 0.9, "fp16": 0.9},
 }
-"""Large, aligned products under load (fitted: ampere, hopper, cdna2, volta). The best that a search over shapes found is
-0.87 of peak on A100, 0.80 on H100, 0.78 on B200, 0.51 on MI300X (stas00/ml-engineering, MAMF); a step that runs for
-hours at full power stays below it. A CPU's peak is measured, so the rest is close to it."""
+"""Large, aligned products under load (fitted: ampere, hopper, cdna2, volta). The best that a search over shapes
+found is 0.87 of peak on A100, 0.80 on H100, 0.71 in fp8, 0.78 on B200, 0.51 on MI300X (stas00/ml-engineering, MAMF); a
+step that runs for hours at full power stays below it: blackwell, cdna3 and fp8 are that best times 0.85, hopper's
+ratio. fp4 is a guess. A CPU's peak is measured, so the rest is close to it."""
 
 FLASH: dict[str, float] = {
     "volta": 0.30, "ampere": 0.56, "hopper": 0.31, "blackwell": 0.32, "cdna2": 0.30, "cdna3": 0.27, "cpu": 0.5

@@ -80,7 +80,6 @@ class Stack:
     context_bytes: float = 0.0
     """What a reading of the whole device counts beside the allocator: CUDA, NCCL, libraries."""
 
-
     @property
     def on_chip(self) -> bool:
         """Attention keeps no pairs in memory."""

@@ -137,10 +137,8 @@ def training(shape: Shape, layout: Layout, stack: Stack = OURS) -> Memory:
 def _stage(shape: Shape, layout: Layout, stack: Stack, *, last: bool) -> Memory:
     kept = _state_bytes(layout, stack)
     trained = trained_parameters(shape, layout, last=last)
-    all_of_it = stage_parameters(shape, layout, last=last)
-    frozen = max(0.0, all_of_it + (trained if layout.lora else 0) - trained) if layout.lora else 0.0
-    if layout.lora and layout.embeddings_trained:
-        frozen = shape.layers * shape.layer_parameters / layout.model_ranks
+    adapters = shape.lora_parameters(layout.lora) / (layout.pipeline * layout.tensor)
+    frozen = stage_parameters(shape, layout, last=last) - (trained - adapters) if layout.lora else 0.0
     weights, gradients, optimizer = states(trained, layout.zero, layout.shards, kept)
     weights += frozen * kept.weights / (layout.shards if layout.zero == 3 else 1)
     if layout.secondary:

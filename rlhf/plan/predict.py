@@ -21,7 +21,7 @@ from rlhf.plan.systems import CHAT, Case, find_case
 QUERIES = 264_292
 """Prompts of DeepSpeed-Chat's benchmark setting, 256 tokens each and as many drawn."""
 STEP1_ROWS, STEP2_ROWS = 58_880 * 2, 117_760
-"""Rows of Lambda's step 1 (two passes) and pairs of step 2, which match the hours of the reference they are set against."""
+"""Rows of Lambda's step 1 (two passes) and pairs of step 2, as many as the hours of its reference stand for."""
 A100_HOURS = {"step1": 2.5, "step2": 0.25, "step3": 10.8}
 """DeepSpeed-Chat's hours on 8x A100-40 for OPT-13B: what Lambda's ratios were measured against."""
 
@@ -205,6 +205,7 @@ def ppo(shape: Shape, layout: Layout, device: Device, stack: Stack) -> dict[str,
 
 
 def _chat(record: Record, case: Case) -> tuple[str, float]:
+    """Figures of DeepSpeed-Chat's three steps."""
     _system, shape, layout, device, stack = case
     metric = record.metric
     if "step1" in record.system:
@@ -215,28 +216,32 @@ def _chat(record: Record, case: Case) -> tuple[str, float]:
             raise ValueError("the hardware is not said")
         layout = replace(layout, micro_batch=4, accumulation=1, length=512)
         return "time", layout.global_batch / _reward(shape, layout, device, stack)
-    if record.hidden is None or "e2e step1" in metric or "e2e step2" in metric or "e2e total" in metric:
+    if record.hidden is None or re.search("e2e (step1|step2|total)", metric):
         raise ValueError("epochs are not said")
     layout = _chat_layout(record, layout)
     if "memory" in metric:
         return "memory", _ppo_memory(shape, layout, stack) / 1e9
-    parts = ppo(shape, layout, device, stack)
+    return "time", _iteration(metric, shape, layout, device, ppo(shape, layout, device, stack))
+
+
+def _iteration(metric: str, shape: Shape, layout: Layout, device: Device, parts: Mapping[str, float]) -> float:
+    """A figure of step 3 from the seconds of an iteration's phases."""
     total, rows = sum(parts.values()), layout.global_batch
-    for name in ("gather", "generation", "train", "others"):
+    for name, seconds in parts.items():
         if f"{name} latency" in metric:
-            return "time", parts[name]
-        if f"time/seq {name}" in metric or ("other" in metric and name == "others" and "time/seq" in metric):
-            return "time", parts[name] / rows * layout.gpus
-    if "e2e latency" in metric:
-        return "time", total
+            return seconds
+        if f"time/seq {name.removesuffix('s')}" in metric:
+            return seconds / rows * layout.gpus
     hours = QUERIES / rows * total / 3600
     if metric in ("step3 time", "e2e step3 time"):
-        return "time", hours
+        return hours
     if metric == "step3 cost":
-        return "time", hours * layout.gpus * device.usd_per_hour
+        return hours * layout.gpus * device.usd_per_hour
+    if "e2e latency" in metric:
+        return total
     if "seq/s" in metric or "throughput" in metric.lower():
-        return "time", rows / total
-    return "time", _chat_tflops(metric, shape, layout, parts)
+        return rows / total
+    return _chat_tflops(metric, shape, layout, parts)
 
 
 def _chat_layout(record: Record, layout: Layout) -> Layout:

@@ -61,9 +61,7 @@ def search(shape: Shape, device: Device, gpus: int, *, length: int, global_batch
     return Found(ranked=ranked, tried=tried, too_large=tried - len(ranked), nearest=nearest)
 
 
-def layouts(
-    shape: Shape, device: Device, gpus: int, *, length: int, global_batch: int, dtype: str
-) -> Iterator[Layout]:
+def layouts(shape: Shape, device: Device, gpus: int, *, length: int, global_batch: int, dtype: str) -> Iterator[Layout]:
     """Layouts that split the model, the devices and the batch evenly."""
     tensors = [n for n in _divisors(shape.kv_heads) if n <= device.node and device.node % n == 0]
     for tensor, pipeline in product(tensors, _divisors(shape.layers)):

@@ -130,6 +130,8 @@ def with_batch(layout: Layout, sequences: int) -> Layout:
     return replace(layout, accumulation=max(1, round(sequences / (layout.data * layout.micro_batch))))
 
 
+FED = "fed"
+"""In place of a model folder that an earlier stage writes."""
 Configs = Mapping[str, Mapping[str, Any]]
 
 
@@ -155,7 +157,8 @@ def from_recipe(
         raise ValueError(f"recipe {name} has no {', '.join(missing)}: a plan is made for all three stages.")
     rows = choices or Choices()
     sft, preference, ppo = stages["sft"], stages["reward"], stages["ppo"]
-    actor, reward = _model(sft["model"]), _model(preference["model"])
+    actor = _model(sft)
+    reward = actor if preference["model"]["path"] == FED else _model(preference)
     prompt, response = int(ppo["data"]["max_prompt_tokens"]), int(ppo["data"]["max_response_tokens"])
 
     def layout(config: Mapping[str, Any], model: Mapping[str, Any], json_name: str, batch: int) -> Layout:
@@ -174,7 +177,9 @@ def from_recipe(
 
     jsons, rollout, update = ppo["deepspeed"], ppo["rollout"], ppo["update"]
     minibatch = int(update["minibatch_size"])
-    roles = {role: layout(ppo, ppo[role], jsons[role], minibatch) for role in ("actor", "critic", "reference", "reward")}
+    roles = {
+        role: layout(ppo, ppo[role], jsons[role], minibatch) for role in ("actor", "critic", "reference", "reward")
+    }
     per_step = int(rollout["prompts_per_step"]) * int(rollout["samples_per_prompt"])
     return Setting(
         name=name, actor=actor, reward=reward, device=device, gpus=gpus, prompt=prompt, response=response,
@@ -191,6 +196,10 @@ def from_recipe(
     )  # fmt: skip
 
 
-def _model(section: Mapping[str, Any]) -> Shape:
-    config = section.get("config")
-    return shape_of(config) if config else find_named_shape(str(section["path"]))
+def _model(stage: Mapping[str, Any]) -> Shape:
+    """Shape of a stage's model; one that is built for the recipe has the vocabulary of the tokenizer built for it."""
+    config = stage["model"].get("config")
+    if not config:
+        return find_named_shape(str(stage["model"]["path"]))
+    trained = int(stage.get("tokenizer", {}).get("train_vocab_size", 0))
+    return shape_of({"vocab_size": trained, **config} if trained else config)

@@ -149,7 +149,7 @@ def _overlapped(busy: float, other: float, overlap: float) -> float:
 
 
 def _bubble(shape: Shape, layout: Layout, device: Device, stack: Stack, micro: float) -> float:
-    """Filling and draining: (p - 1) / v micro-batches (Narayanan et al. 2021, arXiv:2104.04473, sec. 2.2), and sends."""
+    """Filling and draining, (p - 1) / v micro-batches, and sends: Narayanan et al. 2021, arXiv:2104.04473, sec. 2.2."""
     if layout.pipeline == 1:
         return 0.0
     size = 2.0 * layout.tokens * shape.hidden / (layout.tensor if stack.scattered_pipeline else 1)
@@ -159,9 +159,7 @@ def _bubble(shape: Shape, layout: Layout, device: Device, stack: Stack, micro: f
     return fill + 2 * one * layout.virtual * layout.accumulation
 
 
-def _reduce(
-    shape: Shape, layout: Layout, device: Device, stack: Stack, *, hidden: tuple[float, float]
-) -> float:
+def _reduce(shape: Shape, layout: Layout, device: Device, stack: Stack, *, hidden: tuple[float, float]) -> float:
     """Gradients summed over replicas, once an update; ZeRO-1 and 2 scatter them and gather the new weights.
 
     `hidden`: seconds of the last backward and the first forward pass of a micro-batch, which can run over them.

@@ -79,7 +79,8 @@ SYSTEMS: tuple[System, ...] = (
     System(group="DeepSpeed-Chat generation", pattern="DeepSpeed-Chat$", stack=CHAT),
     System(group="MosaicML MPT", pattern="MosaicML", stack=MOSAIC, fitted=_FIT_TIME),
     System(group="torchtitan", pattern="torchtitan", stack=FSDP, device="h100-96", network=(8, 400, "roce")),
-    System(group="Megatron SC21, weak scaling", pattern="Megatron-LM SC21", stack=MEGATRON, recompute="full", network=(8, 200, "infiniband")),
+    System(group="Megatron SC21, weak scaling", pattern="Megatron-LM SC21", stack=MEGATRON, recompute="full",
+           network=(8, 200, "infiniband")),
     System(group="Megatron SC21, table 2", pattern="SC21 Table2 PTD-P", stack=MEGATRON, recompute="full",
            virtual={12: 4, 35: 3}, network=(8, 200, "infiniband")),
     System(group="ZeRO-3 of SC21, table 2", pattern="SC21 Table2 ZeRO-3",
@@ -93,7 +94,8 @@ SYSTEMS: tuple[System, ...] = (
     System(group="BigScience tr11", pattern="BigScience", stack=MEGATRON, device="a100-80",
            fitted=_FIT_TIME | _FIT_MEMORY, recompute="full", network=(4, 100, "omnipath")),
     System(group="InternEvo", pattern="InternEvo 7B", stack=INTERN, network=(4, 100, "roce")),
-    System(group="InternEvo memory", pattern="InternEvo memory", stack=INTERN, fitted=_FIT_MEMORY, network=(4, 100, "roce")),
+    System(group="InternEvo memory", pattern="InternEvo memory", stack=INTERN, fitted=_FIT_MEMORY,
+           network=(4, 100, "roce")),
     System(group="DeepSpeed ZeRO-3, Azure", pattern="DeepSpeed ZeRO-3",
            stack=ZERO3, network=(8, 200, "infiniband"),
            recompute="full"),
@@ -224,7 +226,8 @@ def find_layout(record: Record, system: System, device: Device) -> Layout:
         ValueError: too little of it is said.
     """
     if system.group == "Frontier" and record.tp is None:
-        said = {**FRONTIER[record.model or ""], **({"n_gpus": record.n_gpus} if record.n_gpus else {})}
+        said: dict[str, float] = {**FRONTIER[record.model or ""]}
+        said["n_gpus"] = record.n_gpus or said["n_gpus"]
         record = replace(record, **said)  # type: ignore[arg-type]
     if "PTD-P" in record.system:
         size = int(re.sub(r"\D", "", record.note) or 8)
@@ -241,7 +244,7 @@ def find_layout(record: Record, system: System, device: Device) -> Layout:
     if record.vpp is None and "interleaved" in record.note.lower():
         virtual = 2
     data = gpus // (tensor * pipeline * context)
-    if system.group == "torchtitan" and pipeline > 1:  # its local batch is cut into as many micro-batches as there are stages
+    if system.group == "torchtitan" and pipeline > 1:  # it cuts its local batch into as many micro-batches as stages
         accumulation, micro = pipeline, max(1, micro // pipeline)
     elif record.gas is not None:
         accumulation = round(record.gas)

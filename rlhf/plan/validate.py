@@ -1,6 +1,7 @@
 """The plan against published figures: every one, by group, and the order of layouts within a sweep. No torch."""
 
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -55,6 +56,10 @@ class Validation:
     left_out: Sequence[tuple[Record, str]]
     groups: Sequence[Group]
     sweeps: Sequence[Sweep]
+
+    def reasons(self) -> dict[str, int]:
+        """Why figures are left out -> how many."""
+        return dict(Counter(reason for _, reason in self.left_out).most_common())
 
 
 def validate(records: Iterable[Record], devices: Mapping[str, Device]) -> Validation:

@@ -1,10 +1,10 @@
 """Seconds of collectives on machines of several devices with several network cards. No torch.
 
 Rings, as NCCL builds them: a ring enters and leaves each machine once, over the cards of the ranks it holds, so its
-rate is the smaller of a device's link and the machine's cards; each hop adds a latency. A ring all-gather of S bytes over n
-ranks moves (n - 1) / n S bytes past each rank in n - 1 hops; an all-reduce does that twice. Source of the factors:
-nccl-tests, PERFORMANCE.md; of the latencies, NCCL's tuning model (3.4 us inside a machine; 14 us between machines for
-large messages).
+rate is the smaller of a device's link and the machine's cards; each hop adds a latency. A ring all-gather of S bytes
+over n ranks moves (n - 1) / n S bytes past each rank in n - 1 hops; an all-reduce does that twice. Source of the
+factors: nccl-tests, PERFORMANCE.md; of the latencies, NCCL's tuning model (3.4 us inside a machine; 14 us between
+machines for large messages).
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ LINK = 0.55
 NETWORK = {"infiniband": 0.8, "roce": 0.50, "omnipath": 0.50, "slingshot": 0.50}
 """Of the cards' rate, by the kind of network (fitted: roce, omnipath)."""
 HOP_INSIDE = 3.4e-6
-HOP_BETWEEN = 33e-6
+HOP_BETWEEN = 37e-6
 """Seconds of a hop between machines, waiting for the slowest rank included (fitted; NCCL counts 14 us)."""
 START = 15e-6
 """Seconds to launch a collective."""

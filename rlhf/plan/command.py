@@ -18,13 +18,15 @@ from rlhf.plan.steps import plan_step, remedies
 from rlhf.plan.validate import Validation, validate
 
 COMMAND = "rlhf plan validate"
+WIDTH = 120
+"""Columns where there is no terminal."""
 ReadRecipe = Callable[[str], tuple[str, Configs, int]]
 """Name of a recipe -> its name, its stages' configs, its devices."""
 
 
 def main(arguments: argparse.Namespace, *, read_recipe: ReadRecipe, load: Callable[[str], Mapping[str, Any]]) -> int:
     """Print a plan, or the validation; 0, or 2 if something asked for cannot be used."""
-    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
     try:
         if arguments.plan_command == "validate":
             return _validate(arguments, console)

@@ -64,11 +64,12 @@ def lora_row(policy: Shape, prompt: float, response: float, rank: int) -> float:
     return sft_row(policy, prompt, response) - saved + TRAINING * adapters
 
 
-def recomputed(shape: Shape, length: float, recompute: str) -> float:
+def recomputed(shape: Shape, length: float, recompute: str, *, on_chip: bool = True) -> float:
     """FLOPs of the second forward of one sequence: hardware FLOPs are model FLOPs and these.
 
-    "full" computes the layers again, "selective" the attention's two products, "none" nothing; the head is never
-    computed again.
+    "full" computes the layers again and "none" nothing; "selective" every second matrix product, or, where attention
+    keeps its pairs in memory, attention's two products. The head is never computed again.
     """
     pairs = length * (length + 1) / 2 * shape.attention_per_pair
-    return {"none": 0.0, "selective": pairs, "full": pairs + length * shape.linear_per_token}[recompute]
+    linear = length * shape.linear_per_token
+    return {"none": 0.0, "selective": linear / 2 if on_chip else pairs, "full": pairs + linear}[recompute]

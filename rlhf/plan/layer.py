@@ -16,8 +16,10 @@ HOST_CALL = 9e-6
 """Seconds of the processor to launch one kernel from PyTorch."""
 CALLS = {"eager": 26, "fused": 16, "compiled": 12}
 """Kernels of a layer's forward pass."""
-HOST_GATHER = 0.25e-3
+HOST_GATHER = 0.235e-3
 """Seconds of the processor to gather one tensor under ZeRO-3: hooks, allocation, launch (fitted: Lambda's step 1)."""
+LORA_BYTES = 10
+"""Bytes for each output of an adapted matrix: the adapter's is scaled, read and written, and added."""
 LORA_CALLS = 4
 """More of them for each adapted matrix."""
 
@@ -92,8 +94,10 @@ def pointwise_bytes(shape: Shape, layout: Layout, stack: Stack) -> float:
     outside += 2 * 2 * width * shape.hidden * stack.dropout
     inside = shape.intermediate * shape.mlp_matrices * width
     rotation = 2 * (shape.heads + shape.kv_heads) * shape.head_size * width * (shape.positions == 0)
+    adapted = LORA_BYTES * sum(n for n, _ in products(shape, 1)) * bool(layout.lora)
     quantise = 3 * (shape.hidden * 2 + shape.intermediate) * (layout.dtype in ("fp8", "fp4"))
     return layout.tokens * (POINTWISE[stack.pointwise] * (outside / serial + (inside + rotation) / layout.tensor)
+                            + adapted / layout.tensor
                             + quantise / layout.tensor)  # fmt: skip
 
 

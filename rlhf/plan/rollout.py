@@ -45,6 +45,8 @@ class Work:
     """Rows that are decoded side by side."""
     prompt: int
     response: int
+    gathered: bool = True
+    """Under ZeRO-3, weights are gathered once for the rollout; else layer by layer for every token."""
 
 
 def gather(shape: Shape, layout: Layout, device: Device) -> float:
@@ -57,6 +59,15 @@ def gather(shape: Shape, layout: Layout, device: Device) -> float:
     return moved + tensors * GATHER_HOST * device.host_scale
 
 
+def gather_layers(shape: Shape, layout: Layout, device: Device) -> float:
+    """Seconds to gather every layer once, one after the other, as ZeRO-3 does in each forward pass."""
+    if layout.zero != 3 or layout.shards == 1:  # noqa: PLR2004
+        return 0.0
+    size = 2.0 * shape.parameters / layout.tensor
+    moved = all_gather(data_group(layout, device), size, messages=shape.layers)
+    return moved + shape.layers * layers.HOST_GATHER * device.host_scale
+
+
 def rollout(shape: Shape, layout: Layout, device: Device, work: Work, *, host: float = DECODE_HOST) -> Rollout:
     """Draw `work.rows` responses on each rank, in batches, all of full length."""
     batches = -(-work.rows // work.batch)
@@ -65,6 +76,11 @@ def rollout(shape: Shape, layout: Layout, device: Device, work: Work, *, host: f
     prefill = shape.layers * layers.layer(shape, prompt, device, OURS).forward
     middle = work.prompt + work.response / 2
     token = decode_step(shape, layout, device, batch, middle, host=host)
+    if not work.gathered:
+        once = gather_layers(shape, layout, device)
+        return Rollout(
+            gather=batches * work.response * once, prefill=batches * prefill, decode=batches * work.response * token
+        )
     return Rollout(
         gather=gather(shape, layout, device),
         prefill=batches * prefill,

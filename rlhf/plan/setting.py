@@ -10,6 +10,8 @@ from rlhf.plan.shapes import Shape, shape_of
 from rlhf.plan.shapes import find_shape as find_named_shape
 from rlhf.plan.systems import MEGATRON_CORE
 
+WHOLE = 0.6
+"""Share of a device's memory up to which gathered weights are taken to be meant."""
 LARGE = 3e9
 """Parameters from which activations are recomputed unless the user says."""
 
@@ -41,6 +43,8 @@ class Policy:
     minibatch: int
     """Rows of an update, over all ranks."""
     epochs: int = 1
+    hybrid: bool = True
+    """The actor's weights are gathered once for a rollout (`hybrid_engine` in its JSON)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +124,7 @@ def from_models(actor: str, reward: str, device: Device, gpus: int, choices: Cho
         ppo=Policy(
             actor=main, critic=small, reference=replace(main, lora=0, offload_optimizer=False), reward=small,
             prompts=choices.prompts, prompts_per_step=prompts_per_step, decode_batch=64, score_batch=16,
-            minibatch=main.global_batch,
+            minibatch=main.global_batch, hybrid=2 * policy.parameters / main.tensor < WHOLE * device.memory,
         ),
     )  # fmt: skip
 
@@ -192,6 +196,7 @@ def from_recipe(
             **roles, prompts=float(ppo["max_steps"]) * per_step, prompts_per_step=per_step,
             decode_batch=int(rollout["batch_size"]), score_batch=int(rollout["score_batch_size"]),
             minibatch=minibatch, epochs=int(update["epochs"]),
+            hybrid=bool(load(jsons["actor"]).get("hybrid_engine", {}).get("enabled", False)),
         ),
     )  # fmt: skip
 
@@ -202,4 +207,9 @@ def _model(stage: Mapping[str, Any]) -> Shape:
     if not config:
         return find_named_shape(str(stage["model"]["path"]))
     trained = int(stage.get("tokenizer", {}).get("train_vocab_size", 0))
+    if not trained and "vocab_size" not in config:
+        raise ValueError(
+            "the recipe's model takes its vocabulary from a tokenizer that is not read here. Write its config, with a "
+            "vocab_size, into a JSON file and pass it as --actor."
+        )
     return shape_of({"vocab_size": trained, **config} if trained else config)

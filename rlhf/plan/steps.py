@@ -137,7 +137,9 @@ def _ppo_seconds(setting: Setting, rows: int, updates: int) -> dict[str, float]:
     """Seconds of an iteration by phase; the critic and the reward model read and train beside the actor."""
     ppo, device = setting.ppo, setting.device
     stack = stack_of(ppo.actor)
-    work = Work(rows=rows, batch=ppo.decode_batch, prompt=setting.prompt, response=setting.response)
+    work = Work(
+        rows=rows, batch=ppo.decode_batch, prompt=setting.prompt, response=setting.response, gathered=ppo.hybrid
+    )  # fmt: skip
     drawn = rollout(setting.actor, ppo.actor, device, work)
     scoring = score(setting.actor, _reading(ppo.reference, ppo.score_batch), device, rows, stack=stack)
     for layout in (ppo.reward, ppo.critic):
@@ -163,17 +165,20 @@ def ppo_memory(setting: Setting) -> dict[str, Memory]:
     critic = memory.training(setting.reward, ppo.critic, replace(stack, logit_bytes=0))
     reference = memory.reading(setting.actor, setting.actor.parameters, ppo.reference, rows=0, length=0)
     scorer = memory.reading(setting.reward, setting.reward.backbone_parameters, ppo.reward, rows=0, length=0)
-    frozen = reference.weights + scorer.weights
+    # With adapters the reference is the actor without them.
+    frozen = scorer.weights + (0.0 if ppo.actor.lora else reference.weights)
     staying = Memory(
         weights=actor.weights + critic.weights + frozen, gradients=0.0,
         optimizer=actor.optimizer + critic.optimizer, context=CONTEXT,
     )  # fmt: skip
     width = 4.0 if ppo.actor.dtype == "fp32" else 2.0
     sharded = ppo.actor.zero == 3 and ppo.actor.shards > 1  # noqa: PLR2004
+    whole = width * setting.actor.parameters / ppo.actor.tensor
+    whole = whole if ppo.hybrid else memory.gathered(setting.actor, ppo.actor, stack)
     rows = min(ppo.decode_batch, -(-ppo.prompts_per_step // ppo.actor.data))
     phases = {
         "rollout": Memory(
-            gathered=width * setting.actor.parameters / ppo.actor.tensor if sharded else 0.0,
+            gathered=whole if sharded else 0.0,
             cache=memory.cache(setting.actor, ppo.actor, rows=rows, length=setting.length, width=width),
             logits=stack.logit_bytes * rows * setting.actor.vocabulary,
         ),
@@ -227,6 +232,8 @@ def _changed(setting: Setting, number: int) -> list[Remedy]:
         if ppo.decode_batch > 1:
             fewer = replace(ppo, decode_batch=max(1, ppo.decode_batch // 4))
             found.append((f"rollout.batch_size {fewer.decode_batch}", replace(setting, ppo=fewer)))
+        if ppo.hybrid and ppo.actor.zero == 3:  # noqa: PLR2004
+            found.append(("no hybrid engine", replace(setting, ppo=replace(ppo, hybrid=False))))
         if ppo.reference.zero < 3 and setting.gpus > 1:  # noqa: PLR2004
             sharded = replace(ppo, reference=replace(ppo.reference, zero=3))
             found.append(("reference under ZeRO-3", replace(setting, ppo=sharded)))

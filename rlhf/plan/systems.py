@@ -13,8 +13,8 @@ from rlhf.plan.published import Record
 from rlhf.plan.shapes import MODELS, Shape, gpt
 
 CHAT = Stack(
-    attention="eager", pointwise="eager", gathers=3, gather_messages=18, logit_bytes=4, dropout=True, host=3.5,
-    overlap=0.45,
+    attention="eager", pointwise="eager", gathers=3, gather_messages=18, logit_bytes=4, dropout=True, host=3.4,
+    overlap=0.58,
 )  # fmt: skip
 """DeepSpeed-Chat of 2023 through transformers: eager attention; LoRA's factors and the matrices they adapt are gathered
 one by one, forward, for the recomputation and backward."""

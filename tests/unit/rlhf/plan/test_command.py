@@ -1,6 +1,8 @@
 """`rlhf plan` and `rlhf plan validate` as a user calls them."""
 
 import json
+import re
+import shlex
 import subprocess
 import sys
 import time
@@ -9,6 +11,10 @@ from pathlib import Path
 import pytest
 
 from rlhf import cli
+from rlhf.plan import published
+from rlhf.plan.command import validation_markdown
+from rlhf.plan.hardware import load_devices
+from rlhf.plan.validate import validate
 
 ACTOR = ["plan", "--actor", "opt-13b", "--reward", "opt-350m", "--gpus", "8", "--gpu", "h100-sxm"]
 
@@ -103,3 +109,28 @@ def test_the_largest_search_is_quick() -> None:
     arguments = ["plan", "--actor", "gpt-1t", "--gpus", "3072", "--gpu", "mi250x-gcd", "--pipeline", "64"]
     assert cli.main([*arguments, "--tensor", "8", "--steps", "1", "--global-batch", "9600", "--search"]) == 0
     assert time.monotonic() - begin < 15
+
+
+def examples() -> list[tuple[str, str]]:
+    """Commands of docs/scaling.md that are followed by what they print."""
+    text = (Path(__file__).parents[4] / "docs" / "scaling.md").read_text(encoding="utf-8")
+    return re.findall(r"```bash\n(rlhf plan [^`]*?)\n```\n\n```text\n(.*?)\n```", text, re.DOTALL)
+
+
+@pytest.mark.parametrize(("command", "printed"), examples())
+def test_the_worked_examples_are_what_is_printed(
+    command: str, printed: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(shlex.split(command.replace("\\\n", " "))[1:]) == 0
+    out = "\n".join(line.rstrip() for line in capsys.readouterr().out.splitlines()).strip()
+    assert out == printed, "print it again into docs/scaling.md"
+
+
+def test_there_are_four_worked_examples() -> None:
+    assert len(examples()) == 4
+
+
+def test_the_validation_of_the_page_is_the_current_one() -> None:
+    text = (Path(__file__).parents[4] / "docs" / "scaling.md").read_text(encoding="utf-8")
+    found = validation_markdown(validate(published.load(), load_devices()))
+    assert found in text, "run: rlhf plan validate --write docs/scaling.md"

@@ -79,5 +79,6 @@ def test_lora_and_recomputation() -> None:
     plain = flops.sft_row(SMALL, 2, 3)
     assert flops.lora_row(SMALL, 2, 3, 1) == plain - 5 * 288 + 3 * 2 * 64 * 5
     assert flops.recomputed(SMALL, 3, "none") == 0
-    assert flops.recomputed(SMALL, 3, "selective") == 6 * 16
+    assert flops.recomputed(SMALL, 3, "selective", on_chip=False) == 6 * 16
+    assert flops.recomputed(SMALL, 3, "selective") == 3 * 288 / 2
     assert flops.recomputed(SMALL, 3, "full") == 6 * 16 + 3 * 288

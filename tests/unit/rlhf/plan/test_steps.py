@@ -50,6 +50,25 @@ def test_an_iteration_has_all_phases() -> None:
     assert plan.memory["update"].activations > 0
 
 
+def test_weights_that_stay_sharded_are_gathered_for_every_token() -> None:
+    """OPT-66B's 131 GB do not fit on 80: 256 tokens a row, each of which passes all weights over the network."""
+    made = setting(gpus=64, gpu="a100-80", actor="opt-66b")
+    assert not made.ppo.hybrid and setting().ppo.hybrid
+    plan = plan_step(made, 3)
+    assert plan.missing <= 0
+    assert plan.seconds["gather"] > 256 * 63 / 64 * 2 * 65.7e9 / made.device.node_bandwidth
+    whole = plan_step(replace(made, ppo=replace(made.ppo, hybrid=True)), 3)
+    assert whole.seconds["gather"] < plan.seconds["gather"] / 50
+    assert whole.memory["rollout"].gathered > 131e9 > plan.memory["rollout"].gathered
+
+
+def test_the_reference_of_an_adapted_actor_is_the_actor() -> None:
+    plain, adapted = (plan_step(setting(lora=rank), 3).memory["score"].weights for rank in (0, 128))
+    reference = 2 * MODELS["opt-13b"].parameters / 8
+    adapters = 2 * MODELS["opt-13b"].lora_parameters(128) / 8
+    assert plain - adapted == pytest.approx(reference - adapters)
+
+
 def test_a_prompt_more_for_each_device_costs_time() -> None:
     few, many = setting(), setting()
     many = replace(many, ppo=replace(many.ppo, prompts_per_step=1024))

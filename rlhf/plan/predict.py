@@ -113,7 +113,8 @@ def _model_flops(record: Record) -> bool:
 def _flops_per_token(record: Record, shape: Shape, layout: Layout) -> float:
     """As the source counts them."""
     if _model_flops(record) and "Megatron-Core" not in record.system and "Megatron SP" not in record.system:
-        return 6 * shape.parameters + 12 * shape.layers * shape.heads * shape.head_size * layout.length
+        whole = 6 * shape.parameters + 12 * shape.layers * shape.heads * shape.head_size * layout.length
+        return whole * (2 / 3 if layout.lora else 1)  # frozen weights have no gradient of their own
     factor = 4 if layout.recompute == "full" and not _model_flops(record) else 3
     weights = shape.linear_per_token + shape.layers * 4 * shape.hidden * layout.length
     # The logits are counted once more than c says they are made: V / 16 L h is exact for c = 4.

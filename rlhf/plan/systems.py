@@ -258,11 +258,17 @@ def find_layout(record: Record, system: System, device: Device) -> Layout:
         virtual=virtual if pipeline > 1 else 1, context=context,
         sequence_parallel=tensor > 1 and (system.sequence_parallel and recompute != "full" or zero == 3),
         recompute=recompute,  # type: ignore[arg-type]
-        dtype=_dtype(record, device), lora=record.whole("lora", 0) if "Bridge" not in record.system else 0,
-        embeddings_trained=True, zero_group=_zero_group(record),
+        dtype=_dtype(record, device), lora=_lora(record),
+        embeddings_trained="Bridge" not in record.system, zero_group=_zero_group(record),
         offload_optimizer="offload" in record.system and "Azure" in record.system,
         offload_activations="cpu" in (record.act_ckpt or ""),
     )  # fmt: skip
+
+
+def _lora(record: Record) -> int:
+    """Rank of adapters; Megatron-Bridge's tables say only that there are some, its default is 32."""
+    rank = record.whole("lora", 0)
+    return 32 if rank and "Bridge" in record.system else rank
 
 
 def _zero_group(record: Record) -> int:

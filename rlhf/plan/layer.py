@@ -95,6 +95,7 @@ def pointwise_bytes(shape: Shape, layout: Layout, stack: Stack) -> float:
     inside = shape.intermediate * shape.mlp_matrices * width
     rotation = 2 * (shape.heads + shape.kv_heads) * shape.head_size * width * (shape.positions == 0)
     adapted = LORA_BYTES * sum(n for n, _ in products(shape, 1)) * bool(layout.lora)
+    adapted *= POINTWISE[stack.pointwise] / POINTWISE["eager"]
     quantise = 3 * (shape.hidden * 2 + shape.intermediate) * (layout.dtype in ("fp8", "fp4"))
     return layout.tokens * (POINTWISE[stack.pointwise] * (outside / serial + (inside + rotation) / layout.tensor)
                             + adapted / layout.tensor

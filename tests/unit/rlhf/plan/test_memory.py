@@ -27,6 +27,14 @@ def test_every_row_of_the_zero_table(parameters: float, ranks: int) -> None:
         assert found == pytest.approx(published, rel=0.006, abs=0.006)  # printed with three digits
 
 
+def test_what_each_stage_shards() -> None:
+    """1000 weights over 4 ranks: 2000 bytes of weights and of gradients, 12000 of optimiser."""
+    assert memory.states(1000, 0, 4, MIXED) == (2000, 2000, 12000)
+    assert memory.states(1000, 1, 4, MIXED) == (2000, 2000, 3000)
+    assert memory.states(1000, 2, 4, MIXED) == (2000, 500, 3000)
+    assert memory.states(1000, 3, 4, MIXED) == (500, 500, 3000)
+
+
 def test_a_trillion_parameters_take_14_terabytes() -> None:
     assert HALF_MOMENTS.total == 14
     assert sum(memory.states(1e12, 1, 1, HALF_MOMENTS)) == 14e12

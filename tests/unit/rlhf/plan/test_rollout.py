@@ -1,5 +1,6 @@
 """Rollouts: a decoding step reads the weights and the caches once."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from rlhf.plan import layer
 from rlhf.plan.efficiency import KERNEL, matmul, traffic
 from rlhf.plan.hardware import load_devices
 from rlhf.plan.layout import Layout
-from rlhf.plan.rollout import DECODE_HOST, Work, decode_step, gather, rollout, score
+from rlhf.plan.rollout import DECODE_HOST, Work, decode_step, gather, gather_layers, rollout, score
 from rlhf.plan.shapes import MODELS, gpt
 
 H100 = load_devices()["h100-sxm"]
@@ -37,6 +38,15 @@ def test_batches_follow_one_another() -> None:
     assert four.decode == pytest.approx(4 * one.decode)
     assert four.prefill == pytest.approx(4 * one.prefill)
     assert four.gather == one.gather  # the weights are gathered once
+
+
+def test_sharded_weights_are_gathered_for_every_token_of_every_batch() -> None:
+    shape = MODELS["opt-1.3b"]
+    whole = Work(rows=64, batch=16, prompt=256, response=100)
+    once, often = (rollout(shape, LAYOUT, H100, replace(whole, gathered=gathered)) for gathered in (True, False))
+    assert often.gather == pytest.approx(4 * 100 * gather_layers(shape, LAYOUT, H100))
+    assert gather_layers(shape, LAYOUT, H100) > 7 / 8 * 2 * shape.parameters / 450e9
+    assert (often.decode, often.prefill) == (once.decode, once.prefill)
 
 
 def test_nothing_is_gathered_below_zero3() -> None:

@@ -10,6 +10,8 @@ from rlhf.plan.shapes import Shape, shape_of
 from rlhf.plan.shapes import find_shape as find_named_shape
 from rlhf.plan.systems import MEGATRON_CORE
 
+SCORE_ROWS = 16
+"""Rows of a scoring forward where the stage finds the number by itself."""
 WHOLE = 0.6
 """Share of a device's memory up to which gathered weights are taken to be meant."""
 LARGE = 3e9
@@ -123,7 +125,7 @@ def from_models(actor: str, reward: str, device: Device, gpus: int, choices: Cho
         preference=Training(layout=small, rows=choices.pairs, epochs=choices.epochs),
         ppo=Policy(
             actor=main, critic=small, reference=replace(main, lora=0, offload_optimizer=False), reward=small,
-            prompts=choices.prompts, prompts_per_step=prompts_per_step, decode_batch=64, score_batch=16,
+            prompts=choices.prompts, prompts_per_step=prompts_per_step, decode_batch=64, score_batch=SCORE_ROWS,
             minibatch=main.global_batch, hybrid=2 * policy.parameters / main.tensor < WHOLE * device.memory,
         ),
     )  # fmt: skip
@@ -171,8 +173,9 @@ def from_recipe(
         dtype = next((short for short in ("bf16", "fp16") if raw.get(short, {}).get("enabled")), "fp32")
         device.peak(dtype)
         tokens = config["data"]["max_prompt_tokens"] + config["data"]["max_response_tokens"]
+        budget = int(config["data"].get("micro_batch_tokens", 0)) // tokens
         made = Layout(
-            gpus=gpus, length=tokens, micro_batch=int(raw.get("train_micro_batch_size_per_gpu", 1)),
+            gpus=gpus, length=tokens, micro_batch=budget or int(raw.get("train_micro_batch_size_per_gpu", 1)),
             zero=int(zero.get("stage", 0)), recompute="full" if model.get("gradient_checkpointing") else "none",
             dtype=dtype, lora=int(model.get("lora", {}).get("rank", 0)),
             offload_optimizer="offload_optimizer" in zero, offload_weights="offload_param" in zero,
@@ -194,11 +197,17 @@ def from_recipe(
                             rows=rows.pairs, epochs=float(preference["epochs"])),
         ppo=Policy(
             **roles, prompts=float(ppo["max_steps"]) * per_step, prompts_per_step=per_step,
-            decode_batch=int(rollout["batch_size"]), score_batch=int(rollout["score_batch_size"]),
+            decode_batch=int(rollout["batch_size"]), score_batch=_score_rows(ppo["data"], prompt + response),
             minibatch=minibatch, epochs=int(update["epochs"]),
             hybrid=bool(load(jsons["actor"]).get("hybrid_engine", {}).get("enabled", False)),
         ),
     )  # fmt: skip
+
+
+def _score_rows(data: Mapping[str, Any], length: int) -> int:
+    """Rows of full length in a scoring forward."""
+    tokens = data.get("score_micro_batch_tokens")
+    return max(1, int(tokens) // length) if tokens else SCORE_ROWS
 
 
 def _model(stage: Mapping[str, Any]) -> Shape:

@@ -173,12 +173,12 @@ def ppo_memory(setting: Setting) -> dict[str, Memory]:
     )  # fmt: skip
     width = 4.0 if ppo.actor.dtype == "fp32" else 2.0
     sharded = ppo.actor.zero == 3 and ppo.actor.shards > 1  # noqa: PLR2004
-    whole = width * setting.actor.parameters / ppo.actor.tensor
-    whole = whole if ppo.hybrid else memory.gathered(setting.actor, ppo.actor, stack)
+    lent = width * setting.actor.parameters / ppo.actor.tensor
+    lent = lent if ppo.hybrid else memory.gathered(setting.actor, ppo.actor, stack)
     rows = min(ppo.decode_batch, -(-ppo.prompts_per_step // ppo.actor.data))
     phases = {
         "rollout": Memory(
-            gathered=whole if sharded else 0.0,
+            gathered=lent if sharded else 0.0,
             cache=memory.cache(setting.actor, ppo.actor, rows=rows, length=setting.length, width=width),
             logits=stack.logit_bytes * rows * setting.actor.vocabulary,
         ),

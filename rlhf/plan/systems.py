@@ -160,8 +160,8 @@ def find_device(record: Record, system: System, devices: Mapping[str, Device]) -
             if said in record.hardware:
                 return with_network(device, nics=nics, nic_gbit_s=rate)
     if system.network is not None:
-        nics, rate, fabric = system.network
-        return with_network(device, nics=nics, nic_gbit_s=rate, fabric=fabric)
+        usual, gbit, fabric = system.network
+        return with_network(device, nics=usual, nic_gbit_s=gbit, fabric=fabric)
     return device
 
 

@@ -12,9 +12,12 @@ from dataclasses import dataclass
 from rlhf.plan.hardware import Device
 
 LINK = 0.55
-"""Of the links' rate inside a machine that a large collective reaches: 230 to 240 of 300 GB/s on A100."""
-NETWORK = {"infiniband": 0.8, "roce": 0.50, "omnipath": 0.50, "slingshot": 0.50}
-"""Of the cards' rate, by the kind of network (fitted: roce, omnipath)."""
+"""Of the links' rate inside a machine that sums of some 100 MB between products reach (fitted). Alone, and larger, they
+reach 0.75."""
+NETWORK = 0.5
+"""Of the rate of several cards that a ring over many machines reaches (fitted: RoCE, Omni-Path; judged: InfiniBand)."""
+ALONE = 0.9
+"""Of a card's rate when one flow has it to itself: ib_write_bw's."""
 HOP_INSIDE = 3.4e-6
 HOP_BETWEEN = 37e-6
 """Seconds of a hop between machines, waiting for the slowest rank included (fitted; NCCL counts 14 us)."""
@@ -22,6 +25,11 @@ START = 15e-6
 """Seconds to launch a collective."""
 TREE_MESSAGE = 4e6
 """All-reduces below this size go over a tree, whose hops grow with the logarithm of the machines."""
+
+
+def device_share(device: Device) -> float:
+    """Of the rate of a machine's cards that a collective reaches."""
+    return ALONE if device.nics == 1 else NETWORK
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +60,10 @@ class Group:
     @property
     def rate(self) -> float:
         """Bytes a second past each rank of a ring; groups side by side share the cards of a machine."""
-        between = self.device.node_bandwidth * NETWORK[self.device.fabric] * self.per_node / self.device.node
-        between /= self.device.nics if self.single_card else 1
+        device = self.device
+        between = device.node_bandwidth * device_share(device) * self.per_node / device.node
+        if self.single_card:
+            between = device.node_bandwidth / device.nics * ALONE
         inside = self.inside if self.per_node > 1 else float("inf")
         return inside if self.nodes == 1 else min(inside, between)
 
@@ -93,4 +103,4 @@ def send(device: Device, size: float, *, between: bool, sharing: int = 1) -> flo
     """Seconds from one rank to another; `sharing` ranks of a machine send at once when it is between machines."""
     if not between:
         return START + size / (device.link_gb_s * 1e9 * LINK)
-    return START + HOP_BETWEEN + size * sharing / (device.node_bandwidth * NETWORK[device.fabric])
+    return START + HOP_BETWEEN + size * sharing / (device.node_bandwidth * device_share(device))

@@ -38,8 +38,6 @@ class Device:
     """Network cards of a machine."""
     nic_gbit_s: float
     """Rate of one card."""
-    fabric: str = "infiniband"
-    """Kind of network; row of `collectives.NETWORK`."""
     host_scale: float = 1.0
     """Time of the host's part of a step, in units of a current server processor."""
     power_limit: float = 1.0
@@ -110,15 +108,12 @@ def find_device(name: str, devices: Mapping[str, Device]) -> Device:
     return devices[short]
 
 
-def with_network(
-    device: Device, *, nics: int | None = None, nic_gbit_s: float | None = None, fabric: str | None = None
-) -> Device:
+def with_network(device: Device, *, nics: int | None = None, nic_gbit_s: float | None = None) -> Device:
     """The same device in machines with another network."""
     return replace(
         device,
         nics=device.nics if nics is None else nics,
         nic_gbit_s=device.nic_gbit_s if nic_gbit_s is None else nic_gbit_s,
-        fabric=device.fabric if fabric is None else fabric,
     )
 
 
@@ -146,7 +141,7 @@ def _device(name: str, entry: Any, path: Path) -> Device:
         raise ValueError(f"{path}: {name} lacks {', '.join(missing)}.")
     for key, value in entry.items():
         numbers = value.values() if isinstance(value, dict) else [value]
-        wanted = str if key in ("architecture", "source", "fabric") else (int, float)
+        wanted = str if key in ("architecture", "source") else (int, float)
         if (key == "peak_tflops") != isinstance(value, dict) or not all(isinstance(v, wanted) for v in numbers):
             raise ValueError(f"{path}: {name}.{key}={value!r} has the wrong type.")
     return Device(name=name, **entry)

@@ -59,8 +59,8 @@ class System:
     micro_batch: int = 1
     virtual: Mapping[int, int] = field(default_factory=dict)
     """Pieces a stage by number of stages, where the source does not say."""
-    network: tuple[int, float, str] | None = None
-    """Cards of a machine, Gbit/s of one and their kind, where they differ from the device's usual machine."""
+    network: tuple[int, float] | None = None
+    """Cards of a machine and Gbit/s of one, where they differ from the device's usual machine."""
     sequence_parallel: bool = False
 
 
@@ -71,33 +71,33 @@ SYSTEMS: tuple[System, ...] = (
     System(group="Lambda step 1", pattern="Lambda DeepChat step1", stack=CHAT, fitted=_FIT_TIME | _FIT_MEMORY,
            recompute="full"),
     System(group="Lambda step 2", pattern="Lambda DeepChat step2", stack=CHAT),
-    System(group="Lambda step 3", pattern="Lambda DeepChat step3", stack=CHAT, recompute="full"),
+    System(group="Lambda step 3", pattern="Lambda DeepChat step3", stack=CHAT, recompute="full", fitted=_FIT_TIME),
     System(group="Lambda ratios", pattern="Lambda DeepChat$", stack=CHAT, recompute="full"),
     System(group="DeepSpeed-Chat step 3", pattern="DeepSpeed-Chat (step3|e2e)", stack=CHAT, recompute="full"),
     System(group="DeepSpeed-Chat logs", pattern="DeepSpeed-Chat step[123] log|DeepSpeed-Chat step2 DPO", stack=CHAT,
            device="v100-32", fitted=_FIT_TIME),
     System(group="DeepSpeed-Chat generation", pattern="DeepSpeed-Chat$", stack=CHAT),
     System(group="MosaicML MPT", pattern="MosaicML", stack=MOSAIC, fitted=_FIT_TIME),
-    System(group="torchtitan", pattern="torchtitan", stack=FSDP, device="h100-96", network=(8, 400, "roce")),
+    System(group="torchtitan", pattern="torchtitan", stack=FSDP, device="h100-96", network=(8, 400)),
     System(group="Megatron SC21, weak scaling", pattern="Megatron-LM SC21", stack=MEGATRON, recompute="full",
-           network=(8, 200, "infiniband")),
+           network=(8, 200)),
     System(group="Megatron SC21, table 2", pattern="SC21 Table2 PTD-P", stack=MEGATRON, recompute="full",
-           virtual={12: 4, 35: 3}, network=(8, 200, "infiniband")),
+           virtual={12: 4, 35: 3}, network=(8, 200)),
     System(group="ZeRO-3 of SC21, table 2", pattern="SC21 Table2 ZeRO-3",
            stack=replace(ZERO3, single_card=True), recompute="full",
-           network=(8, 200, "infiniband")),
+           network=(8, 200)),
     System(group="Megatron-Core r0.8", pattern="Megatron-Core", stack=MEGATRON_CORE, virtual={4: 4, 8: 4, 16: 4},
            sequence_parallel=True),
     System(group="Megatron, selective", pattern="Megatron SP", stack=replace(MEGATRON, dropout=True),
-           sequence_parallel=True, virtual={8: 3, 35: 3, 64: 2}, network=(8, 200, "infiniband")),
+           sequence_parallel=True, virtual={8: 3, 35: 3, 64: 2}, network=(8, 200)),
     System(group="Megatron-Bridge", pattern="Megatron-Bridge", stack=MEGATRON_CORE, sequence_parallel=True),
     System(group="BigScience tr11", pattern="BigScience", stack=MEGATRON, device="a100-80",
-           fitted=_FIT_TIME | _FIT_MEMORY, recompute="full", network=(4, 100, "omnipath")),
-    System(group="InternEvo", pattern="InternEvo 7B", stack=INTERN, network=(4, 100, "roce")),
+           fitted=_FIT_TIME | _FIT_MEMORY, recompute="full", network=(4, 100)),
+    System(group="InternEvo", pattern="InternEvo 7B", stack=INTERN, network=(4, 100)),
     System(group="InternEvo memory", pattern="InternEvo memory", stack=INTERN, fitted=_FIT_MEMORY,
-           network=(4, 100, "roce")),
+           network=(4, 100)),
     System(group="DeepSpeed ZeRO-3, Azure", pattern="DeepSpeed ZeRO-3",
-           stack=ZERO3, network=(8, 200, "infiniband"),
+           stack=ZERO3, network=(8, 200),
            recompute="full"),
     System(group="ZeRO-3 and ZeRO++ on V100", pattern="ZeRO-3$|ZeRO\\+\\+$",
            stack=ZERO3, device="v100-32",
@@ -153,15 +153,14 @@ def find_device(record: Record, system: System, devices: Mapping[str, Device]) -
     name = "h100-96" if system.device == "h100-96" else name
     device = devices[name]
     if "MosaicML" in record.system and name.startswith("a100"):
-        return with_network(device, nics=8, nic_gbit_s=200, fabric="roce")
+        return with_network(device, nics=8, nic_gbit_s=200)
     if name == "v100-32":
         cards = {"1 IB": (1, 100), "4 IB": (4, 100), "200Gb": (2, 100), "800Gb": (8, 100)}
         for said, (nics, rate) in cards.items():
             if said in record.hardware:
                 return with_network(device, nics=nics, nic_gbit_s=rate)
     if system.network is not None:
-        usual, gbit, fabric = system.network
-        return with_network(device, nics=usual, nic_gbit_s=gbit, fabric=fabric)
+        return with_network(device, nics=system.network[0], nic_gbit_s=system.network[1])
     return device
 
 

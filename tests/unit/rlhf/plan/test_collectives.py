@@ -8,7 +8,7 @@ from rlhf.plan import collectives
 from rlhf.plan.collectives import all_gather, all_reduce, group
 
 LINK = 100e9 * collectives.LINK
-NETWORK = 40e9 * collectives.NETWORK["infiniband"]
+NETWORK = 40e9 * collectives.NETWORK
 
 
 def test_inside_a_machine(make_device: Any) -> None:
@@ -38,19 +38,19 @@ def test_one_rank_costs_nothing(make_device: Any) -> None:
     assert all_gather(group(make_device(), 1), 1e9) == all_reduce(group(make_device(), 1), 1e9) == 0
 
 
-def test_a_network_with_fewer_cards_or_of_another_kind_is_slower(make_device: Any) -> None:
+def test_a_network_with_fewer_cards_is_slower(make_device: Any) -> None:
     def seconds(**changes: Any) -> float:
         return all_gather(group(make_device(**changes), 8), 1e9)
 
     assert seconds() < seconds(nics=2) < seconds(nics=1)
-    assert seconds() < seconds(fabric="roce")
+    assert group(make_device(nics=1), 8).rate == 10e9 * collectives.ALONE  # one flow has the card to itself
 
 
 def test_a_single_card(make_device: Any) -> None:
     from dataclasses import replace
 
     members = group(make_device(), 8)
-    assert replace(members, single_card=True).rate == members.rate / 4
+    assert replace(members, single_card=True).rate == 10e9 * collectives.ALONE
 
 
 def test_small_sums_go_over_a_tree(make_device: Any) -> None:

@@ -35,6 +35,11 @@ class Shape:
     tied: bool = True
     """The language head is the embedding."""
 
+    def __post_init__(self) -> None:
+        for name in ("layers", "hidden", "heads", "kv_heads", "head_size", "intermediate", "embedding", "vocabulary"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"a model's {name} must be >= 1, got {getattr(self, name)}.")
+
     @property
     def attention_matrices(self) -> int:
         """Weights of a layer's query, key, value and output matrices."""

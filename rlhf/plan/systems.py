@@ -225,7 +225,9 @@ def find_layout(record: Record, system: System, device: Device) -> Layout:
         ValueError: too little of it is said.
     """
     if system.group == "Frontier" and record.tp is None:
-        said: dict[str, float] = {**FRONTIER[record.model or ""]}
+        if record.model not in FRONTIER:
+            raise ValueError("the layout is not said")
+        said: dict[str, float] = {**FRONTIER[record.model]}
         said["n_gpus"] = record.n_gpus or said["n_gpus"]
         record = replace(record, **said)  # type: ignore[arg-type]
     if "PTD-P" in record.system:
@@ -242,7 +244,7 @@ def find_layout(record: Record, system: System, device: Device) -> Layout:
     virtual = record.whole("vpp", system.virtual.get(pipeline, 1))
     if record.vpp is None and "interleaved" in record.note.lower():
         virtual = 2
-    data = gpus // (tensor * pipeline * context)
+    data = max(1, gpus // (tensor * pipeline * context))  # Layout refuses what does not divide
     if system.group == "torchtitan" and pipeline > 1:  # it cuts its local batch into as many micro-batches as stages
         accumulation, micro = pipeline, max(1, micro // pipeline)
     elif record.gas is not None:
@@ -304,6 +306,11 @@ def find_stack(record: Record, system: System, layout: Layout) -> Stack:
     return stack
 
 
+COUNTS = (
+    "n_gpus", "params", "layers", "hidden", "heads", "kv_heads", "ffn", "seq", "vocab", "tp", "pp", "vpp", "cp", "mbs",
+    "gas", "gbs",
+)  # fmt: skip
+"""Fields of a record that are at least 1 where they are said."""
 Case = tuple[System, Shape, Layout, Device, Stack]
 
 
@@ -316,6 +323,10 @@ def find_case(record: Record, devices: Mapping[str, Device]) -> Case:
     system = find_system(record)
     if isinstance(system, str):
         raise ValueError(system)
+    for name in COUNTS:
+        value = getattr(record, name)
+        if value is not None and value < 1:
+            raise ValueError(f"{name} is not a count")
     device = find_device(record, system, devices)
     layout = find_layout(record, system, device)
     return system, find_shape(record), layout, device, find_stack(record, system, layout)

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rlhf.plan.hardware import load_devices
 from rlhf.plan.predict import Prediction, predict
@@ -13,6 +15,7 @@ from rlhf.plan.published import Record, load
 from rlhf.plan.validate import GOALS, find_sweeps, group_errors, percentile, ranks, spearman, validate
 
 DEVICES = load_devices()
+RECORDS = load()
 MPT: dict[str, Any] = {
     "system": "MosaicML llm-foundry MPT", "hardware": "a100_80gb", "n_gpus": 8, "model": "mpt-13b", "layers": 40,
     "hidden": 5120, "heads": 40, "seq": 2048, "vocab": 50368, "tp": 1, "pp": 1, "mbs": 2, "gas": 3, "gbs": 48,
@@ -100,6 +103,26 @@ def test_convention_of_megatron() -> None:
 def test_what_is_left_out_has_a_reason(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         predict(record(**changes), DEVICES)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_gap_has_a_reason(data: st.DataObject) -> None:
+    """A record of any system with fields left out or changed is predicted or refused, never an accident."""
+    whole = data.draw(st.sampled_from(RECORDS))
+    numbers = ("n_gpus", "layers", "hidden", "heads", "seq", "vocab", "tp", "pp", "vpp", "cp", "mbs", "gas", "gbs")
+    gaps: dict[str, Any] = {
+        name: data.draw(st.sampled_from([None, 0, 1, 3, 8]))
+        for name in data.draw(st.sets(st.sampled_from([*numbers, "zero_stage", "lora", "kv_heads", "ffn"]), max_size=3))
+    }
+    texts = data.draw(st.sets(st.sampled_from(["model", "precision", "act_ckpt", "hardware"]), max_size=2))
+    gaps |= {name: "" if name == "hardware" else data.draw(st.sampled_from([None, "", "x"])) for name in texts}
+    try:
+        found = predict(replace(whole, **gaps), DEVICES)
+    except ValueError as error:
+        assert str(error)
+    else:
+        assert 0 < found.predicted < float("inf")
 
 
 def test_the_named_figures_are_predicted() -> None:

@@ -134,7 +134,9 @@ def _zero3(shape: Shape, layout: Layout, device: Device, stack: Stack, busy: flo
         backward = all_gather(inside, size, messages=messages) * (stack.gathers - 1)
         reduce = all_gather(members, size / 4, messages=shape.layers)
         return _overlapped(busy, forward + backward + reduce, stack.overlap)
-    gathers = stack.gathers * all_gather(members, size, messages=messages)
+    backward = group(device, layout.secondary) if layout.secondary else members  # hpZ
+    gathers = all_gather(members, size, messages=messages)
+    gathers += (stack.gathers - 1) * all_gather(backward, size, messages=messages)
     trained = memory.trained_parameters(shape, layout)
     reduced = trained * min(stack.states.gradients, width)
     reduce = all_gather(members, reduced, messages=max(1.0, reduced / width / stack.bucket_elements))

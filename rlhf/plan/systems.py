@@ -4,7 +4,7 @@ Everything here is a property of a system, said in its source or by its kind of 
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from rlhf.plan.hardware import Device, with_network
@@ -330,6 +330,3 @@ def find_case(record: Record, devices: Mapping[str, Device]) -> Case:
     device = find_device(record, system, devices)
     layout = find_layout(record, system, device)
     return system, find_shape(record), layout, device, find_stack(record, system, layout)
-
-
-Predictor = Callable[[Record, Case], float]

@@ -91,6 +91,18 @@ def test_zero3_gathers_twice_and_scatters_once(make_device: Any) -> None:
     assert hidden == pytest.approx(max(0.0, gathers + scatter - busy), abs=1e-12)
 
 
+def test_a_second_shard_gathers_backward_inside_a_machine(make_device: Any) -> None:
+    """hpZ over the four devices of a machine: one gather over all 16, one over 4."""
+    device = make_device()
+    layout, stack = replace(LAYOUT, gpus=16, zero=3), Stack(overlap=0.0)
+    size = 2.0 * SHAPE.parameters
+    wide, narrow = (collectives.all_gather(collectives.group(device, n), size, messages=8) for n in (16, 4))
+    plain, second = (step(SHAPE, replace(layout, secondary=n), device, stack).gather for n in (0, 4))
+    assert plain - second == pytest.approx(wide - narrow)
+    weights = [memory.training(SHAPE, replace(layout, secondary=n), stack).weights for n in (0, 4)]
+    assert weights[1] - weights[0] == 2 * SHAPE.parameters / 4
+
+
 def test_zero_plus_plus_moves_less(make_device: Any) -> None:
     device = make_device()
     layout = replace(LAYOUT, gpus=16, zero=3)

@@ -160,6 +160,11 @@ class Layout:
         return self.data * self.context
 
     @property
+    def sharded(self) -> bool:
+        """ZeRO-3: weights are spread over ranks and gathered where they are used."""
+        return self.zero == 3 and self.shards > 1  # noqa: PLR2004
+
+    @property
     def global_batch(self) -> int:
         """Sequences of an update."""
         return self.data * self.micro_batch * self.accumulation

@@ -171,7 +171,7 @@ def _state_bytes(layout: Layout, stack: Stack) -> StateBytes:
 
 def gathered(shape: Shape, layout: Layout, stack: Stack = OURS) -> float:
     """Bytes of weights that ZeRO-3 holds beside its own: a few layers, or the embedding."""
-    if layout.zero != 3 or layout.shards == 1:  # noqa: PLR2004
+    if not layout.sharded:
         return 0.0
     width = 4.0 if layout.dtype == "fp32" else 2.0
     return width * max(stack.live_layers * shape.layer_parameters, shape.vocabulary * shape.embedding) / layout.tensor

@@ -286,5 +286,5 @@ def _ppo_memory(shape: Shape, layout: Layout, stack: Stack) -> float:
     scoring = memory.reading(reward, reward.backbone_parameters, critic, rows=0, length=0)
     staying = actor.states + critic_memory.states + frozen.weights + scoring.weights
     update = max(actor.total - actor.reserve - actor.states, critic_memory.total - critic_memory.states)
-    whole = 2.0 * shape.parameters if layout.zero == 3 and layout.shards > 1 else 0.0  # noqa: PLR2004
+    whole = 2.0 * shape.parameters if layout.sharded else 0.0
     return staying + max(update, whole)

@@ -51,7 +51,7 @@ class Work:
 
 def gather(shape: Shape, layout: Layout, device: Device) -> float:
     """Seconds to gather a ZeRO-3 actor's weights for a rollout; tensor-parallel ranks keep a part each."""
-    if layout.zero != 3 or layout.shards == 1:  # noqa: PLR2004
+    if not layout.sharded:
         return 0.0
     tensors = shape.layers * GATHER_TENSORS
     size = 2.0 * shape.parameters / layout.tensor
@@ -61,7 +61,7 @@ def gather(shape: Shape, layout: Layout, device: Device) -> float:
 
 def gather_layers(shape: Shape, layout: Layout, device: Device) -> float:
     """Seconds to gather every layer once, one after the other, as ZeRO-3 does in each forward pass."""
-    if layout.zero != 3 or layout.shards == 1:  # noqa: PLR2004
+    if not layout.sharded:
         return 0.0
     size = 2.0 * shape.parameters / layout.tensor
     moved = all_gather(data_group(layout, device), size, messages=shape.layers)
@@ -112,7 +112,7 @@ def score(shape: Shape, layout: Layout, device: Device, rows: int, *, stack: Sta
     if layout.tensor > 1:
         size = 2.0 * layout.tokens * shape.hidden
         computing += shape.layers * 2 * all_reduce(group(device, layout.tensor), size)
-    if layout.zero == 3 and layout.shards > 1:  # noqa: PLR2004
+    if layout.sharded:
         members = data_group(layout, device)
         moved = all_gather(members, 2.0 * shape.parameters, messages=shape.layers * stack.gather_messages)
         computing += moved - stack.overlap * min(moved, computing)

@@ -120,7 +120,7 @@ def data_group(layout: Layout, device: Device) -> Group:
 
 def _zero3(shape: Shape, layout: Layout, device: Device, stack: Stack, busy: float) -> float:
     """What ZeRO-3's collectives of a micro-batch add to `busy` seconds."""
-    if layout.zero != 3 or layout.shards == 1:  # noqa: PLR2004
+    if not layout.sharded:
         return 0.0
     members = data_group(layout, device)
     if stack.single_card:
@@ -134,9 +134,9 @@ def _zero3(shape: Shape, layout: Layout, device: Device, stack: Stack, busy: flo
         backward = all_gather(inside, size, messages=messages) * (stack.gathers - 1)
         reduce = all_gather(members, size / 4, messages=shape.layers)
         return _overlapped(busy, forward + backward + reduce, stack.overlap)
-    backward = group(device, layout.secondary) if layout.secondary else members  # hpZ
+    near = group(device, layout.secondary) if layout.secondary else members  # hpZ
     gathers = all_gather(members, size, messages=messages)
-    gathers += (stack.gathers - 1) * all_gather(backward, size, messages=messages)
+    gathers += (stack.gathers - 1) * all_gather(near, size, messages=messages)
     trained = memory.trained_parameters(shape, layout)
     reduced = trained * min(stack.states.gradients, width)
     reduce = all_gather(members, reduced, messages=max(1.0, reduced / width / stack.bucket_elements))

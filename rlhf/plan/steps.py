@@ -172,7 +172,7 @@ def ppo_memory(setting: Setting) -> dict[str, Memory]:
         optimizer=actor.optimizer + critic.optimizer, context=CONTEXT,
     )  # fmt: skip
     width = 4.0 if ppo.actor.dtype == "fp32" else 2.0
-    sharded = ppo.actor.zero == 3 and ppo.actor.shards > 1  # noqa: PLR2004
+    sharded = ppo.actor.sharded
     lent = width * setting.actor.parameters / ppo.actor.tensor
     lent = lent if ppo.hybrid else memory.gathered(setting.actor, ppo.actor, stack)
     rows = min(ppo.decode_batch, -(-ppo.prompts_per_step // ppo.actor.data))

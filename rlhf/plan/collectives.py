@@ -54,7 +54,7 @@ class Group:
         device = self.device
         link = device.link_gb_s
         if device.pair_gb_s:  # two dies of one module, or one peer of several
-            link = device.pair_gb_s if self.per_node == 2 else device.link_gb_s  # noqa: PLR2004
+            link = device.pair_gb_s if self.per_node == 2 else device.link_gb_s
         return link * 1e9 * LINK
 
     @property

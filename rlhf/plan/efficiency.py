@@ -54,7 +54,7 @@ def alignment(*sizes: float) -> float:
     """Speed by the least aligned of the sizes that run along memory, in 16-bit elements; one below 64 is one tile."""
     if any(size % 8 for size in sizes):
         return NO_TENSOR_CORE
-    return UNALIGNED if any(size > 64 and size % 64 for size in sizes) else 1.0  # noqa: PLR2004
+    return UNALIGNED if any(size > 64 and size % 64 for size in sizes) else 1.0
 
 
 def waves(device: Device, m: float, n: float) -> float:

@@ -162,7 +162,7 @@ class Layout:
     @property
     def sharded(self) -> bool:
         """ZeRO-3: weights are spread over ranks and gathered where they are used."""
-        return self.zero == 3 and self.shards > 1  # noqa: PLR2004
+        return self.zero == 3 and self.shards > 1
 
     @property
     def global_batch(self) -> int:

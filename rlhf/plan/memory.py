@@ -158,7 +158,7 @@ def _stage(shape: Shape, layout: Layout, stack: Stack, *, last: bool) -> Memory:
     with_head = last or layout.pipeline == 1
     at_loss = replace(stays, activations=stashed, logits=logits(shape, layout, stack) if with_head else 0.0)
     backward = replace(stays, activations=stashed, working=working, buckets=buckets if layout.zero > 1 else 0.0)
-    if layout.accumulation == 1 and layout.zero < 2 and not stack.gradients_kept:  # noqa: PLR2004
+    if layout.accumulation == 1 and layout.zero < 2 and not stack.gradients_kept:
         at_loss, backward = replace(at_loss, gradients=0.0), replace(backward, gradients=0.0)
     end = replace(stays, buckets=buckets)
     peak = max((at_loss, backward, end), key=lambda memory: memory.total)
@@ -180,7 +180,7 @@ def gathered(shape: Shape, layout: Layout, stack: Stack = OURS) -> float:
 def reading(shape: Shape, parameters: float, layout: Layout, *, rows: int, length: int) -> Memory:
     """A frozen model of `parameters` weights that scores `rows` sequences: no state but weights, one layer at work."""
     width = 4.0 if layout.dtype == "fp32" else 2.0
-    shards = layout.shards if layout.zero == 3 else 1  # noqa: PLR2004
+    shards = layout.shards if layout.zero == 3 else 1
     tokens = rows * length
     working = 0.5 * tokens * layer_activations(shape, replace(layout, recompute="none"), OURS)
     weights = 0.0 if layout.offload_weights else width * parameters / (shards * layout.tensor)

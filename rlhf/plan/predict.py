@@ -124,7 +124,7 @@ def _flops_per_token(record: Record, shape: Shape, layout: Layout) -> float:
 def _memory(record: Record, case: Case) -> float:
     _system, shape, layout, _device, stack = case
     if "log" in record.system:
-        if layout.gpus < 16 or "DPO" in record.system:  # noqa: PLR2004
+        if layout.gpus < 16 or "DPO" in record.system:
             raise ValueError("settings are not said")
         layout = replace(layout, micro_batch=8 if "step1" in record.system else 4, length=512, recompute="none")
     if "step2" in record.system:
@@ -247,7 +247,7 @@ def _iteration(metric: str, shape: Shape, layout: Layout, device: Device, parts:
 
 def _chat_layout(record: Record, layout: Layout) -> Layout:
     """The published setting: a global batch of at most 1024 rows, ZeRO by size, adapters from 6.7B on."""
-    big = (record.params or 0) > 5e9  # noqa: PLR2004
+    big = (record.params or 0) > 5e9
     if "Lambda" in record.system:
         return replace(layout, accumulation=1)
     if "log" in record.system:

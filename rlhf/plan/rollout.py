@@ -105,7 +105,7 @@ def score(shape: Shape, layout: Layout, device: Device, rows: int, *, stack: Sta
     """Seconds of one forward pass over `rows` sequences on each rank, in micro-batches of the layout."""
     batches = -(-rows // layout.micro_batch)
     one = layers.layer(shape, replace(layout, recompute="none", lora=0), device, stack)
-    host = one.host + (layout.zero == 3) * stack.gather_messages * layers.HOST_GATHER * device.host_scale  # noqa: PLR2004
+    host = one.host + (layout.zero == 3) * stack.gather_messages * layers.HOST_GATHER * device.host_scale
     computing = shape.layers * max(one.forward, host)
     if head:
         computing += layers.head(shape, layout, device, stack) / 3

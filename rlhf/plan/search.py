@@ -70,7 +70,7 @@ def layouts(shape: Shape, device: Device, gpus: int, *, length: int, global_batc
         data = gpus // (tensor * pipeline)
         for micro, recompute in product(MICRO_BATCHES, ("none", "selective", "full")):
             accumulation = round(global_batch / (data * micro))
-            if accumulation < 1 or abs(accumulation * data * micro / global_batch - 1) > 0.1:  # noqa: PLR2004
+            if accumulation < 1 or abs(accumulation * data * micro / global_batch - 1) > 0.1:
                 continue
             for zero, virtual in _schedules(shape, pipeline, accumulation):
                 if zero and data == 1:
@@ -111,10 +111,10 @@ def decide(parameters: float, device: Device, gpus: int) -> str:
     states = 16 * parameters
     fits_sharded = states / gpus < 0.6 * device.memory
     network = device.node_bandwidth / device.node / 1e9
-    if parameters < 10e9 and fits_sharded:  # noqa: PLR2004
+    if parameters < 10e9 and fits_sharded:
         return "below 10B parameters: ZeRO alone, stage 3 where states do not fit, stage 1 or 2 where they do"
-    if parameters < 100e9 and fits_sharded:  # noqa: PLR2004
-        if network >= 20:  # noqa: PLR2004
+    if parameters < 100e9 and fits_sharded:
+        if network >= 20:
             return "10 to 100B: ZeRO-3, or tensor parallelism inside a machine where the batch is small"
         return "10 to 100B on a slow network: tensor parallelism inside a machine, pipeline between machines"
     return "above 100B: tensor parallelism inside a machine, pipeline between machines, ZeRO-1 over the replicas"

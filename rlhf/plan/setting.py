@@ -113,7 +113,7 @@ def from_models(actor: str, reward: str, device: Device, gpus: int, choices: Cho
         gpus=gpus, length=length, micro_batch=choices.micro_batch, zero=zero, recompute=recompute,  # type: ignore[arg-type]
         dtype=choices.dtype, lora=choices.lora, tensor=choices.tensor, pipeline=choices.pipeline,
         virtual=choices.virtual, sequence_parallel=choices.tensor > 1, offload_optimizer=choices.offload,
-        offload_weights=choices.offload and zero == 3,  # noqa: PLR2004
+        offload_weights=choices.offload and zero == 3,
     )  # fmt: skip
     main = with_batch(main, choices.global_batch)
     small = Layout(gpus=gpus, length=length, micro_batch=choices.micro_batch, dtype=choices.dtype)

@@ -73,7 +73,7 @@ def _memory_table(plans: Sequence[StepPlan]) -> Table:
     table = _table("GB a device", *[f"{plan.number} {phase}" for plan, phase, _ in columns])
     for name in columns[0][2].parts():
         values = [part.parts()[name] for _, _, part in columns]
-        if max(values) >= 0.05e9:  # noqa: PLR2004
+        if max(values) >= 0.05e9:
             table.add_row(name, *[_gb(value) for value in values])
     table.add_row("all", *[_gb(part.total) for _, _, part in columns])
     return table

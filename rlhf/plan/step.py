@@ -56,7 +56,7 @@ def step(shape: Shape, layout: Layout, device: Device, stack: Stack = OURS, *, w
     tensor = count * _tensor(shape, layout, device, stack)
     busy = useful + again + tensor
     host = one.host * host_passes
-    if layout.zero == 3:  # noqa: PLR2004
+    if layout.zero == 3:
         host += stack.gathers * stack.gather_messages * layers.HOST_GATHER * device.host_scale
     idle = max(0.0, count * host - busy)
     gather = _zero3(shape, layout, device, stack, busy + idle)
@@ -166,7 +166,7 @@ def _reduce(shape: Shape, layout: Layout, device: Device, stack: Stack, *, hidde
 
     `hidden`: seconds of the last backward and the first forward pass of a micro-batch, which can run over them.
     """
-    if layout.replicas == 1 or layout.zero == 3:  # noqa: PLR2004
+    if layout.replicas == 1 or layout.zero == 3:
         return 0.0
     members = data_group(layout, device)
     trained = memory.trained_parameters(shape, layout)

@@ -85,14 +85,14 @@ def plan_step(setting: Setting, number: int) -> StepPlan:
     """Plan one of the three steps."""
     if number == 1:
         return _training(setting, 1, setting.actor, setting.sft)
-    if number == 2:  # noqa: PLR2004
+    if number == 2:
         return _training(setting, 2, setting.reward, setting.preference)
     return _ppo(setting, setting.ppo)
 
 
 def _training(setting: Setting, number: int, shape: Shape, training: Training) -> StepPlan:
     layout, device = training.layout, setting.device
-    pairs = number == 2  # noqa: PLR2004
+    pairs = number == 2
     where = replace(layout, micro_batch=2 * layout.micro_batch) if pairs else layout
     stack = replace(stack_of(layout), logit_bytes=0) if pairs else stack_of(layout)
     found = memory.training(shape, where, stack)
@@ -227,14 +227,14 @@ def _changed(setting: Setting, number: int) -> list[Remedy]:
     found = []
     for change, layout in _layouts(_layout_of(setting, number)):
         found.append((change, _with_layout(setting, number, layout)))
-    if number == 3:  # noqa: PLR2004
+    if number == 3:
         ppo = setting.ppo
         if ppo.decode_batch > 1:
             fewer = replace(ppo, decode_batch=max(1, ppo.decode_batch // 4))
             found.append((f"rollout.batch_size {fewer.decode_batch}", replace(setting, ppo=fewer)))
-        if ppo.hybrid and ppo.actor.zero == 3:  # noqa: PLR2004
+        if ppo.hybrid and ppo.actor.zero == 3:
             found.append(("no hybrid engine", replace(setting, ppo=replace(ppo, hybrid=False))))
-        if ppo.reference.zero < 3 and setting.gpus > 1:  # noqa: PLR2004
+        if ppo.reference.zero < 3 and setting.gpus > 1:
             sharded = replace(ppo, reference=replace(ppo.reference, zero=3))
             found.append(("reference under ZeRO-3", replace(setting, ppo=sharded)))
     found.append((f"{2 * setting.gpus} devices", _doubled(setting)))
@@ -267,7 +267,7 @@ def _layout_of(setting: Setting, number: int) -> Layout:
 def _with_layout(setting: Setting, number: int, layout: Layout) -> Setting:
     if number == 1:
         return replace(setting, sft=replace(setting.sft, layout=layout))
-    if number == 2:  # noqa: PLR2004
+    if number == 2:
         return replace(setting, preference=replace(setting.preference, layout=layout))
     return replace(setting, ppo=replace(setting.ppo, actor=layout))
 

@@ -8,7 +8,6 @@ from typing import Any
 from rich.console import Console
 
 from rlhf.artifacts import write_json
-from rlhf.pages import markdown_table, write_section
 from rlhf.plan import published
 from rlhf.plan.hardware import find_device, load_devices
 from rlhf.plan.search import decide, search
@@ -16,8 +15,10 @@ from rlhf.plan.setting import Choices, Configs, Setting, from_models, from_recip
 from rlhf.plan.show import as_json, said_run, show_plan, show_remedies, show_search, show_validation
 from rlhf.plan.steps import plan_step, remedies
 from rlhf.plan.validate import Validation, validate
+from rlhf.sections import markdown_table, write_section
 
-COMMAND = "rlhf plan validate"
+BEGIN = "<!-- rlhf plan validate: begin -->"
+END = "<!-- rlhf plan validate: end -->"
 WIDTH = 120
 """Columns where there is no terminal."""
 ReadRecipe = Callable[[str], tuple[str, Configs, int]]
@@ -116,7 +117,7 @@ def _validate(arguments: argparse.Namespace, console: Console) -> int:
     if arguments.json is not None:
         write_json(arguments.json, _validation_json(found))
     if arguments.write is not None:
-        write_section(arguments.write, COMMAND, validation_markdown(found))
+        write_section(arguments.write, validation_markdown(found), begin=BEGIN, end=END)
     return 0
 
 

@@ -16,7 +16,7 @@ setup(
         include=["rlhf*", "step1_sft*", "step2_reward*", "step3_ppo*", "ds_configs*", "launch*"],
     ),
     package_data={
-        "rlhf": ["*.html", "*.md", "*.jinja", "py.typed"],
+        "rlhf": ["*.html", "*.md", "*.jinja", "py.typed", "plan/data/*"],
         "ds_configs": ["*.json", "*.md"],
         "launch": ["recipes/*/*.yaml", "hostfiles/*", "slurm/*", "*.sh"],
     },

@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 _RUN_EPILOG = """\
 Any key of a stage's config can be set with --sft.KEY, --reward.KEY or --ppo.KEY, for example --sft.optim.lr 1e-3.
@@ -19,8 +20,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments, rest = parser.parse_known_args(argv)
     if rest and arguments.command not in ("run", "chaos"):
         parser.error(f"unknown arguments: {' '.join(rest)}. See rlhf {arguments.command} --help.")
-    commands = {"run": _run, "check": _check, "report": _report, "convert": _convert, "data": _data, "bench": _bench,
-                "chaos": _chaos}  # fmt: skip
+    commands = {
+        "run": _run, "check": _check, "report": _report, "convert": _convert, "data": _data, "bench": _bench,
+        "chaos": _chaos, "plan": _plan,
+    }  # fmt: skip
     try:
         return commands[arguments.command](arguments, rest)
     except BrokenPipeError:  # the reader, for example `head`, has seen enough
@@ -54,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("--out", type=Path, required=True, metavar="DIR", help="new model folder")
     convert.add_argument("--model", choices=("policy", "reward", "actor", "critic"),
                          help="of a state; default: its policy, reward model or actor")  # fmt: skip
+    _add_plan(commands.add_parser("plan", help="memory, time and cost before a run is started", allow_abbrev=False))
     bench = commands.add_parser("bench", help="measure speed and memory", allow_abbrev=False)
     peers = bench.add_subparsers(dest="bench_command", required=True, metavar="COMMAND").add_parser(
         "peers", help="beside other trainers and engines, on the same model and rows", allow_abbrev=False
@@ -115,6 +119,12 @@ def _add_chaos(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="a few steps a stage")
     parser.add_argument("--work", type=Path, default=Path("runs/chaos"), metavar="DIR", help="default: runs/chaos")
     parser.add_argument("--write", type=Path, metavar="FILE", help="page whose section the table replaces")
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    from rlhf.plan.arguments import add_arguments
+
+    add_arguments(parser)
 
 
 def _add_bench_peers(parser: argparse.ArgumentParser) -> None:
@@ -236,6 +246,29 @@ def _convert_state(source: Path, out: Path, engine: str | None) -> list[str]:
     if engine not in models:
         raise ValueError(f"--model {engine}: {state} holds {', '.join(record['engines'])}. Name one of them.")
     return convert_state(state, models[engine], out, engine=engine, seed=config.run.seed).lines
+
+
+def _plan(arguments: argparse.Namespace, _rest: Sequence[str]) -> int:
+    from rlhf import ds_config
+    from rlhf.plan.command import main as plan
+
+    return plan(arguments, read_recipe=_read_recipe, load=ds_config.load)
+
+
+def _read_recipe(name: str) -> tuple[str, dict[str, dict[str, Any]], int]:
+    """A recipe's name, its stages' configs as mappings, and the devices it is written for."""
+    from launch.recipe import find_recipe, load_recipe, read_stage_config
+    from rlhf.config import to_dict
+    from rlhf.plan.setting import FED
+
+    path = find_recipe(name)
+    recipe = load_recipe(path)
+    stages = {}
+    for stage in recipe.stage_names:
+        entry = recipe.entry(stage)
+        fed = [f"--{key}={FED}" for key in entry.feeds]
+        stages[stage] = to_dict(read_stage_config(stage, path.parent / entry.config, fed))
+    return recipe.name, stages, recipe.num_gpus * recipe.num_nodes
 
 
 def _bench(arguments: argparse.Namespace, _rest: Sequence[str]) -> int:

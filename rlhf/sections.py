@@ -1,5 +1,6 @@
 """Parts of a page that a command writes, between two markers. No torch."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 
@@ -15,3 +16,9 @@ def write_section(path: Path, text: str, *, begin: str, end: str) -> None:
     before, _, rest = page.partition(begin)
     _, _, after = rest.partition(end)
     path.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
+
+
+def markdown_table(rows: Sequence[Sequence[str]]) -> str:
+    """A table whose first row is the head."""
+    head, *body = rows
+    return "\n".join(["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *body)])

@@ -7,11 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from rlhf.bench import flops
 from rlhf.bench.jobs import Bench, Job, command, hugging_face, ours, trl, vllm
 from rlhf.bench.readings import Dtype, Work
 from rlhf.bench.record import Sample, median_of, median_ratio
 from rlhf.bench.workload import Sizes, rows_of
+from rlhf.plan import flops
+from rlhf.plan.shapes import shape_of
 
 Results = Mapping[str, Sequence[Sample]]
 """Rounds of each contestant, by name."""
@@ -215,7 +216,7 @@ def _growth() -> Line:
 
     def answer_growth(sizes: Sizes) -> float:
         """Ratio of model FLOPs: linear in the tokens, and the attention term."""
-        actor, reward = flops.shape_of(sizes.actor()), flops.shape_of(sizes.reward())
+        actor, reward = shape_of(sizes.actor()), shape_of(sizes.reward())
         prompts = [row.prompt for row in rows_of(sizes)["prompts"]]
         work = [
             sum(flops.ppo_row(actor, reward, prompt, sizes.length(answer)) for prompt in prompts)

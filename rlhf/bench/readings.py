@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from rlhf.bench import flops
 from rlhf.bench.process import Finished
 from rlhf.bench.record import Sample
 from rlhf.bench.workload import Lengths, Sizes, rows_of
+from rlhf.plan import flops
+from rlhf.plan.shapes import shape_of
 
 Dtype = Literal["fp32", "bf16"]
 Kind = Literal["sft", "long", "pairs", "ppo", "rollout"]
@@ -95,8 +96,8 @@ def model_flops(sizes: Sizes, work: Work, sample: Sample) -> float:
     Which rows a step drew is not recorded, so a supervised step counts the file's FLOPs per token; a PPO step counts
     the rows at their mean lengths, which for ragged answers leaves a little of the attention term out.
     """
-    actor = flops.shape_of(sizes.actor(large_vocabulary=work.large_vocabulary))
-    reward = flops.shape_of(sizes.reward(large_vocabulary=work.large_vocabulary))
+    actor = shape_of(sizes.actor(large_vocabulary=work.large_vocabulary))
+    reward = shape_of(sizes.reward(large_vocabulary=work.large_vocabulary))
     if work.kind in ("ppo", "rollout"):
         prompt = _mean_prompt(rows_of(sizes)["prompts"])
         if work.kind == "rollout":  # its tokens are the response's

@@ -6,6 +6,7 @@ from typing import Any
 from rlhf.bench.lines import Goal, Line, make_lines, reached, value_of
 from rlhf.bench.record import Sample, from_json, median_of
 from rlhf.bench.workload import SIZES
+from rlhf.sections import markdown_table
 
 BEGIN = "<!-- rlhf bench peers: begin -->"
 END = "<!-- rlhf bench peers: end -->"
@@ -48,7 +49,7 @@ def _goals(lines: Sequence[Line], report: Mapping[str, Any]) -> str:
                 _rate(goal, results.get(goal.against, ())), _shown(goal, value),
                 f"{goal.bound} {_shown(goal, goal.target)}", "yes" if reached(goal, value) else "no",
             ])  # fmt: skip
-    return _table(rows)
+    return markdown_table(rows)
 
 
 def _shown(goal: Goal, value: float) -> str:
@@ -83,7 +84,7 @@ def _details(lines: Sequence[Line], report: Mapping[str, Any]) -> str:
         for name, samples in samples_of(report, line.name).items():
             if samples and samples[0].tokens:
                 rows.append([f"`{line.name}`", name, *_measured(samples, peak)])
-    return _table(rows) if len(rows) > 1 else ""
+    return markdown_table(rows) if len(rows) > 1 else ""
 
 
 def _measured(samples: Sequence[Sample], peak: float) -> list[str]:
@@ -142,8 +143,3 @@ def summary(report: Mapping[str, Any], line: Line) -> list[str]:
             wanted = f"{goal.bound} {_shown(goal, goal.target)}"
             said.append(f"{goal.work}{against}: {_shown(goal, value)} ({wanted}: {met})")
     return said
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    head, *body = rows
-    return "\n".join(["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *body)])

@@ -41,6 +41,7 @@ LAYERS = (
     ),
     (
         "data.sources",
+        "plan",
         "rules",
         "ds_config",
         "distributed",

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 
 from launch.recipe import read_stage_config
-from rlhf.bench import flops, jobs
+from rlhf.bench import jobs
 from rlhf.bench.jobs import Bench
 from rlhf.bench.lines import OURS, make_lines
 from rlhf.bench.process import Finished
 from rlhf.bench.readings import Work, model_flops, read_stage
 from rlhf.bench.workload import FULL, QUICK, rows_of
+from rlhf.plan import flops
+from rlhf.plan.shapes import shape_of
 
 from .conftest import make_sample
 
@@ -126,7 +128,7 @@ def test_record_of_a_peer(bench: Bench, tmp_path: Path) -> None:
 
 def test_flops_of_what_was_measured() -> None:
     """A whole pass over the file's rows counts the FLOPs of each of them."""
-    actor, reward = flops.shape_of(FULL.actor()), flops.shape_of(FULL.reward())
+    actor, reward = shape_of(FULL.actor()), shape_of(FULL.reward())
     rows = rows_of(FULL)["sft"]
     sample = make_sample(tokens=sum(row.prompt + row.answers[0] for row in rows), rows=len(rows))
     each = sum(flops.sft_row(actor, row.prompt, row.answers[0]) for row in rows)

@@ -7,8 +7,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlhf.bench import flops
-from rlhf.bench.flops import Shape, shape_of
+from rlhf.plan import flops
+from rlhf.plan.shapes import Shape, shape_of
 
 BASE = {"vocab_size": 40, "max_position_embeddings": 32}
 USUAL = {**BASE, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -71,3 +71,14 @@ def test_rows_of_each_kind() -> None:
 def test_unknown_family_is_named() -> None:
     with pytest.raises(ValueError, match=r"model_type='t5' has no FLOP count. Use one of opt, gpt2"):
         shape_of({"model_type": "t5"})
+
+
+def test_lora_and_recomputation() -> None:
+    """Adapters of rank 1 on SMALL: q and out 2 x 8, k and v 2 x 6, three of 12: 64 weights."""
+    assert SMALL.lora_parameters(1) == 64
+    plain = flops.sft_row(SMALL, 2, 3)
+    assert flops.lora_row(SMALL, 2, 3, 1) == plain - 5 * 288 + 3 * 2 * 64 * 5
+    assert flops.recomputed(SMALL, 3, "none") == 0
+    assert flops.recomputed(SMALL, 3, "selective", on_chip=False) == 6 * 16
+    assert flops.recomputed(SMALL, 3, "selective") == 3 * 288 / 2
+    assert flops.recomputed(SMALL, 3, "full") == 6 * 16 + 3 * 288

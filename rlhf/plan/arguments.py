@@ -1,0 +1,42 @@
+"""Flags of `rlhf plan` and `rlhf plan validate`. No torch."""
+
+import argparse
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `rlhf plan` and of `rlhf plan validate`."""
+    parser.add_argument("--recipe", metavar="NAME|PATH", help="models, lengths, batches and ZeRO of a recipe")
+    parser.add_argument("--actor", metavar="MODEL", help="name (opt-13b, llama3-8b, gpt-1t), folder or config.json")
+    parser.add_argument("--reward", default="opt-350m", metavar="MODEL", help="reward model and critic (opt-350m)")
+    parser.add_argument("--gpu", metavar="NAME", help="device: a100-80, h100-sxm, mi250x-gcd, ...")
+    parser.add_argument("--gpus", type=int, metavar="N", help="devices in all (default: the recipe's)")
+    parser.add_argument("--hardware", type=Path, metavar="FILE", help="YAML that adds devices or replaces some")
+    parser.add_argument("--steps", default="1,2,3", metavar="N,N", help="which of the three steps (default: all)")
+    group = parser.add_argument_group("with --actor")
+    group.add_argument("--prompt", type=int, default=256, metavar="N", help="tokens of a prompt (256)")
+    group.add_argument("--response", type=int, default=256, metavar="N", help="tokens of a response (256)")
+    group.add_argument("--zero", type=int, choices=(0, 1, 2, 3), help="default: 3 on many devices, 1 with --pipeline")
+    group.add_argument("--micro-batch", type=int, default=4, metavar="N", help="sequences of a device at once (4)")
+    group.add_argument("--global-batch", type=int, default=64, metavar="N", help="sequences of an update (64)")
+    group.add_argument("--recompute", choices=("none", "selective", "full"), help="default: full from 3B parameters")
+    group.add_argument("--dtype", choices=("bf16", "fp16", "fp32", "fp8"), default="bf16", help="default: bf16")
+    group.add_argument("--lora", type=int, default=0, metavar="RANK", help="train adapters of this rank alone")
+    group.add_argument("--tensor", type=int, default=1, metavar="N", help="tensor parallelism of the actor")
+    group.add_argument("--pipeline", type=int, default=1, metavar="N", help="pipeline stages of the actor")
+    group.add_argument("--virtual", type=int, default=1, metavar="N", help="pieces a stage: interleaved 1F1B")
+    group.add_argument("--offload", action="store_true", help="optimiser, under ZeRO-3 weights too, in host memory")
+    group.add_argument("--search", action="store_true", help="rank the layouts of step 1")
+    group = parser.add_argument_group("how much")
+    group.add_argument("--demonstrations", type=float, default=58_880, metavar="N", help="rows of step 1 (58880)")
+    group.add_argument("--pairs", type=float, default=117_760, metavar="N", help="of step 2 (117760)")
+    group.add_argument("--prompts", type=float, default=264_292, metavar="N", help="of step 3 with --actor (264292)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan as JSON too")
+    sub = parser.add_subparsers(dest="plan_command", metavar="validate").add_parser(
+        "validate", help="the plan against published figures", allow_abbrev=False
+    )
+    sub.add_argument("--tables", type=Path, metavar="FILE", help="figures to compare with (default: the package's)")
+    sub.add_argument("--hardware", type=Path, metavar="FILE", help="YAML that adds devices or replaces some")
+    sub.add_argument("--groups", action="store_true", help="groups and sweeps alone, not every figure")
+    sub.add_argument("--json", type=Path, metavar="FILE", help="write every figure as JSON too")
+    sub.add_argument("--write", type=Path, metavar="FILE", help="page whose section the tables replace")

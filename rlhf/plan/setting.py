@@ -1,0 +1,224 @@
+"""What is planned: models, machine, lengths, batches and how each role is spread. No torch."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rlhf.plan.hardware import Device
+from rlhf.plan.layout import OURS, Layout, Stack
+from rlhf.plan.shapes import Shape, shape_of
+from rlhf.plan.shapes import find_shape as find_named_shape
+from rlhf.plan.systems import MEGATRON_CORE
+
+SCORE_ROWS = 16
+"""Rows of a scoring forward where the stage finds the number by itself."""
+WHOLE = 0.6
+"""Share of a device's memory up to which gathered weights are taken to be meant."""
+LARGE = 3e9
+"""Parameters from which activations are recomputed unless the user says."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """An optimisation of one model in steps 1 and 2."""
+
+    layout: Layout
+    rows: float
+    """Sequences, or pairs, of one pass."""
+    epochs: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """Step 3."""
+
+    actor: Layout
+    critic: Layout
+    reference: Layout
+    reward: Layout
+    prompts: float
+    """Prompts in all."""
+    prompts_per_step: int
+    decode_batch: int
+    """Rows that a rank decodes side by side."""
+    score_batch: int
+    minibatch: int
+    """Rows of an update, over all ranks."""
+    epochs: int = 1
+    hybrid: bool = True
+    """The actor's weights are gathered once for a rollout (`hybrid_engine` in its JSON)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Everything a plan is made from."""
+
+    name: str
+    actor: Shape
+    reward: Shape
+    device: Device
+    gpus: int
+    prompt: int
+    """Tokens of a prompt: all rows are taken to be as long as they may be."""
+    response: int
+    sft: Training
+    preference: Training
+    ppo: Policy
+
+    @property
+    def length(self) -> int:
+        """Tokens of a row."""
+        return self.prompt + self.response
+
+
+def stack_of(layout: Layout) -> Stack:
+    """This code, or for tensor, pipeline and context parallelism, which it has not, a program like Megatron-Core."""
+    return OURS if layout.model_ranks == 1 else MEGATRON_CORE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """What a user says beside the models; None: by size and number of devices."""
+
+    prompt: int = 256
+    response: int = 256
+    zero: int | None = None
+    micro_batch: int = 4
+    global_batch: int = 64
+    recompute: str | None = None
+    dtype: str = "bf16"
+    lora: int = 0
+    tensor: int = 1
+    pipeline: int = 1
+    virtual: int = 1
+    offload: bool = False
+    demonstrations: float = 58_880
+    pairs: float = 117_760
+    prompts: float = 264_292
+    epochs: float = 1.0
+
+
+def from_models(actor: str, reward: str, device: Device, gpus: int, choices: Choices) -> Setting:
+    """A setting from two models and a machine, shaped like the recipes.
+
+    Raises:
+        ValueError: a model is not known, or a value cannot be used.
+    """
+    policy, scorer = find_named_shape(actor), find_named_shape(reward)
+    device.peak(choices.dtype)
+    length = choices.prompt + choices.response
+    recompute = choices.recompute or ("full" if policy.parameters > LARGE else "none")
+    zero = choices.zero if choices.zero is not None else (3 if gpus > 1 and choices.pipeline == 1 else min(1, gpus - 1))
+    main = Layout(
+        gpus=gpus, length=length, micro_batch=choices.micro_batch, zero=zero, recompute=recompute,  # type: ignore[arg-type]
+        dtype=choices.dtype, lora=choices.lora, tensor=choices.tensor, pipeline=choices.pipeline,
+        virtual=choices.virtual, sequence_parallel=choices.tensor > 1, offload_optimizer=choices.offload,
+        offload_weights=choices.offload and zero == 3,
+    )  # fmt: skip
+    main = with_batch(main, choices.global_batch)
+    small = Layout(gpus=gpus, length=length, micro_batch=choices.micro_batch, dtype=choices.dtype)
+    small = with_batch(small, choices.global_batch)
+    prompts_per_step = max(512, gpus)
+    return Setting(
+        name=f"{actor}, {reward}", actor=policy, reward=scorer, device=device, gpus=gpus, prompt=choices.prompt,
+        response=choices.response, sft=Training(layout=main, rows=choices.demonstrations, epochs=choices.epochs),
+        preference=Training(layout=small, rows=choices.pairs, epochs=choices.epochs),
+        ppo=Policy(
+            actor=main, critic=small, reference=replace(main, lora=0, offload_optimizer=False), reward=small,
+            prompts=choices.prompts, prompts_per_step=prompts_per_step, decode_batch=64, score_batch=SCORE_ROWS,
+            minibatch=main.global_batch, hybrid=2 * policy.parameters / main.tensor < WHOLE * device.memory,
+        ),
+    )  # fmt: skip
+
+
+def with_batch(layout: Layout, sequences: int) -> Layout:
+    """The layout with as many micro-batches as make about `sequences` an update, one at least."""
+    return replace(layout, accumulation=max(1, round(sequences / (layout.data * layout.micro_batch))))
+
+
+FED = "fed"
+"""In place of a model folder that an earlier stage writes."""
+Configs = Mapping[str, Mapping[str, Any]]
+
+
+def from_recipe(
+    name: str, stages: Configs, device: Device, gpus: int, *, load: Callable[[str], Mapping[str, Any]],
+    choices: Choices | None = None,
+) -> Setting:  # fmt: skip
+    """A setting from the resolved configs of a recipe's three stages, as mappings.
+
+    Args:
+        name: of the recipe.
+        stages: "sft", "reward", "ppo" -> config.
+        device: where it runs.
+        gpus: devices in all.
+        load: reads a DeepSpeed JSON by name.
+        choices: rows, which a recipe does not hold.
+
+    Raises:
+        ValueError: a stage is missing, or its model is not known.
+    """
+    missing = [stage for stage in ("sft", "reward", "ppo") if stage not in stages]
+    if missing:
+        raise ValueError(f"recipe {name} has no {', '.join(missing)}: a plan is made for all three stages.")
+    rows = choices or Choices()
+    sft, preference, ppo = stages["sft"], stages["reward"], stages["ppo"]
+    actor = _model(sft)
+    reward = actor if preference["model"]["path"] == FED else _model(preference)
+    prompt, response = int(ppo["data"]["max_prompt_tokens"]), int(ppo["data"]["max_response_tokens"])
+
+    def layout(config: Mapping[str, Any], model: Mapping[str, Any], json_name: str, batch: int) -> Layout:
+        raw = load(json_name)
+        zero = raw.get("zero_optimization", {})
+        dtype = next((short for short in ("bf16", "fp16") if raw.get(short, {}).get("enabled")), "fp32")
+        device.peak(dtype)
+        tokens = config["data"]["max_prompt_tokens"] + config["data"]["max_response_tokens"]
+        budget = int(config["data"].get("micro_batch_tokens", 0)) // tokens
+        made = Layout(
+            gpus=gpus, length=tokens, micro_batch=budget or int(raw.get("train_micro_batch_size_per_gpu", 1)),
+            zero=int(zero.get("stage", 0)), recompute="full" if model.get("gradient_checkpointing") else "none",
+            dtype=dtype, lora=int(model.get("lora", {}).get("rank", 0)),
+            offload_optimizer="offload_optimizer" in zero, offload_weights="offload_param" in zero,
+        )  # fmt: skip
+        return with_batch(made, batch)
+
+    jsons, rollout, update = ppo["deepspeed"], ppo["rollout"], ppo["update"]
+    minibatch = int(update["minibatch_size"])
+    roles = {
+        role: layout(ppo, ppo[role], jsons[role], minibatch) for role in ("actor", "critic", "reference", "reward")
+    }
+    per_step = int(rollout["prompts_per_step"]) * int(rollout["samples_per_prompt"])
+    return Setting(
+        name=name, actor=actor, reward=reward, device=device, gpus=gpus, prompt=prompt, response=response,
+        sft=Training(layout=layout(sft, sft["model"], sft["deepspeed"], int(sft["global_batch_size"])),
+                     rows=rows.demonstrations, epochs=float(sft["epochs"])),
+        preference=Training(layout=layout(preference, preference["model"], preference["deepspeed"],
+                                          int(preference["global_batch_size"])),
+                            rows=rows.pairs, epochs=float(preference["epochs"])),
+        ppo=Policy(
+            **roles, prompts=float(ppo["max_steps"]) * per_step, prompts_per_step=per_step,
+            decode_batch=int(rollout["batch_size"]), score_batch=_score_rows(ppo["data"], prompt + response),
+            minibatch=minibatch, epochs=int(update["epochs"]),
+            hybrid=bool(load(jsons["actor"]).get("hybrid_engine", {}).get("enabled", False)),
+        ),
+    )  # fmt: skip
+
+
+def _score_rows(data: Mapping[str, Any], length: int) -> int:
+    """Rows of full length in a scoring forward."""
+    tokens = data.get("score_micro_batch_tokens")
+    return max(1, int(tokens) // length) if tokens else SCORE_ROWS
+
+
+def _model(stage: Mapping[str, Any]) -> Shape:
+    """Shape of a stage's model; one that is built for the recipe has the vocabulary of the tokenizer built for it."""
+    config = stage["model"].get("config")
+    if not config:
+        return find_named_shape(str(stage["model"]["path"]))
+    trained = int(stage.get("tokenizer", {}).get("train_vocab_size", 0))
+    if not trained and "vocab_size" not in config:
+        raise ValueError(
+            "the recipe's model takes its vocabulary from a tokenizer that is not read here. Write its config, with a "
+            "vocab_size, into a JSON file and pass it as --actor."
+        )
+    return shape_of({"vocab_size": trained, **config} if trained else config)

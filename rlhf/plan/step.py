@@ -1,0 +1,186 @@
+"""Seconds of one update of one model: computing, collectives, bubble, optimiser. No torch."""
+
+from dataclasses import dataclass, fields, replace
+
+from rlhf.plan import layer as layers
+from rlhf.plan import memory
+from rlhf.plan.collectives import Group, all_gather, all_reduce, group, send
+from rlhf.plan.hardware import Device
+from rlhf.plan.layout import OURS, Layout, Stack
+from rlhf.plan.shapes import Shape
+
+STEP_HOST = 4e-3
+"""Seconds of the processor for an update beside its layers: data, clipping, the optimiser's launch."""
+
+EXPOSED = 0.1
+"""Of an overlapped reduction, the last bucket's share."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Seconds of an update by what they are spent on; the sum is the step."""
+
+    computing: float = 0.0
+    """Products, attention and pointwise operations of all micro-batches."""
+    recomputing: float = 0.0
+    host: float = 0.0
+    """What the launching processor adds where it is slower than the device."""
+    tensor: float = 0.0
+    """Collectives of tensor and context parallelism that nothing hides."""
+    gather: float = 0.0
+    """ZeRO-3's gathers and reductions that nothing hides."""
+    bubble: float = 0.0
+    """Stages that wait for the pipeline to fill and drain, and the sends between them."""
+    reduce: float = 0.0
+    """The reduction of gradients and the gathering of weights behind the last micro-batch."""
+    optimizer: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Seconds of the step."""
+        return sum(self.parts().values())
+
+    def parts(self) -> dict[str, float]:
+        """Name -> seconds."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+def step(shape: Shape, layout: Layout, device: Device, stack: Stack = OURS, *, with_head: bool = True) -> StepTime:
+    """An update of `layout.global_batch` sequences; without a head, of a reward model or critic."""
+    one = layers.layer(shape, layout, device, stack)
+    head = layers.head(shape, layout, device, stack) if with_head else 0.0
+    count = slowest(shape, layout, head / (one.forward + one.backward + _again(one, layout, stack)))
+    useful = count * (one.forward + one.backward) + head * (layout.pipeline == 1)
+    again = count * _again(one, layout, stack)
+    host_passes = {"none": 2.5, "selective": 2.7, "full": 3.5}[layout.recompute]
+    tensor = count * _tensor(shape, layout, device, stack)
+    busy = useful + again + tensor
+    host = one.host * host_passes
+    if layout.zero == 3:
+        host += stack.gathers * stack.gather_messages * layers.HOST_GATHER * device.host_scale
+    idle = max(0.0, count * host - busy)
+    gather = _zero3(shape, layout, device, stack, busy + idle)
+    micro = busy + idle + gather
+    bubble = _bubble(shape, layout, device, stack, micro)
+    reduce = _reduce(shape, layout, device, stack, hidden=(count * one.backward, count * one.forward))
+    trained = memory.trained_parameters(shape, layout)
+    n = layout.accumulation
+    return StepTime(
+        computing=n * useful, recomputing=n * again, host=n * idle + STEP_HOST * device.host_scale * stack.host,
+        tensor=n * tensor, gather=n * gather, bubble=bubble, reduce=reduce,
+        optimizer=layers.optimizer(trained, layout, device, stack),
+    )  # fmt: skip
+
+
+def slowest(shape: Shape, layout: Layout, head: float) -> float:
+    """Layers that the slowest stage takes the time of, the head, which is worth `head` layers, included.
+
+    Layers are dealt evenly; where two more would be a multiple of the stages, the ends have one less each, since
+    they embed and have the head.
+    """
+    stages = layout.pipeline
+    if stages == 1:
+        return float(shape.layers)
+    middle = -(-shape.layers // stages)
+    ends_have_less = (shape.layers + 2) % stages == 0
+    return max(middle, middle - ends_have_less + head)
+
+
+def _again(one: layers.LayerTime, layout: Layout, stack: Stack) -> float:
+    """Seconds of the second forward of a layer."""
+    if layout.recompute == "full":
+        return one.forward
+    if layout.recompute == "selective":
+        # Without pairs in memory every second product is made again (torchtitan's "op"); with them, attention's are.
+        return 0.5 * one.products + one.pointwise if stack.on_chip else one.attention
+    return 0.0
+
+
+def _tensor(shape: Shape, layout: Layout, device: Device, stack: Stack) -> float:
+    """Collectives of a layer: two all-reduces of the activations forward, two backward, two when it is recomputed;
+    and the keys and values that a context group passes round."""
+    size = 2.0 * layout.tokens * shape.hidden
+    total = 0.0
+    if layout.tensor > 1:
+        times = 6 if layout.recompute == "full" else 4
+        members = group(device, layout.tensor)
+        total += times * all_reduce(members, size) * (1 - stack.tensor_overlap)
+    if layout.context > 1:
+        members = group(device, layout.context, stride=layout.tensor)
+        keys = 2.0 * 2 * layout.tokens * layout.context * shape.kv_heads * shape.head_size / layout.tensor
+        passes = 4 if layout.recompute == "full" else 3
+        total += passes * all_gather(members, keys) * 0.5  # half of it under the pairs of the block at hand
+    return total
+
+
+def data_group(layout: Layout, device: Device) -> Group:
+    """Ranks that hold the same part of the model; tensor ranks are neighbours, then data, then stages."""
+    return group(device, layout.replicas, stride=layout.tensor)
+
+
+def _zero3(shape: Shape, layout: Layout, device: Device, stack: Stack, busy: float) -> float:
+    """What ZeRO-3's collectives of a micro-batch add to `busy` seconds."""
+    if not layout.sharded:
+        return 0.0
+    members = data_group(layout, device)
+    if stack.single_card:
+        members = replace(members, single_card=True)
+    width = 4.0 if layout.dtype == "fp32" else 2.0
+    size = width * shape.parameters / layout.tensor
+    messages = shape.layers * stack.gather_messages
+    if stack.quantised_gather:
+        forward = all_gather(members, size / 2, messages=messages)
+        inside = group(device, min(layout.shards, device.node))
+        backward = all_gather(inside, size, messages=messages) * (stack.gathers - 1)
+        reduce = all_gather(members, size / 4, messages=shape.layers)
+        return _overlapped(busy, forward + backward + reduce, stack.overlap)
+    near = group(device, layout.secondary) if layout.secondary else members  # hpZ
+    gathers = all_gather(members, size, messages=messages)
+    gathers += (stack.gathers - 1) * all_gather(near, size, messages=messages)
+    trained = memory.trained_parameters(shape, layout)
+    reduced = trained * min(stack.states.gradients, width)
+    reduce = all_gather(members, reduced, messages=max(1.0, reduced / width / stack.bucket_elements))
+    if layout.offload_weights:
+        gathers += stack.gathers * size / layout.shards / 20e9
+    return _overlapped(busy, gathers + reduce, stack.overlap)
+
+
+def _overlapped(busy: float, other: float, overlap: float) -> float:
+    """Seconds that `other` adds when `overlap` of the shorter of the two is hidden behind the longer."""
+    return other - overlap * min(busy, other)
+
+
+def _bubble(shape: Shape, layout: Layout, device: Device, stack: Stack, micro: float) -> float:
+    """Filling and draining, (p - 1) / v micro-batches, and sends: Narayanan et al. 2021, arXiv:2104.04473, sec. 2.2."""
+    if layout.pipeline == 1:
+        return 0.0
+    size = 2.0 * layout.tokens * shape.hidden / (layout.tensor if stack.scattered_pipeline else 1)
+    between = layout.gpus > device.node
+    one = send(device, size, between=between, sharing=min(layout.tensor, device.node))
+    fill = (layout.pipeline - 1) * (micro + 2 * one) / layout.virtual
+    return fill + 2 * one * layout.virtual * layout.accumulation
+
+
+def _reduce(shape: Shape, layout: Layout, device: Device, stack: Stack, *, hidden: tuple[float, float]) -> float:
+    """Gradients summed over replicas, once an update; ZeRO-1 and 2 scatter them and gather the new weights.
+
+    `hidden`: seconds of the last backward and the first forward pass of a micro-batch, which can run over them.
+    """
+    if layout.replicas == 1 or layout.zero == 3:
+        return 0.0
+    members = data_group(layout, device)
+    trained = memory.trained_parameters(shape, layout)
+    width = 4.0 if layout.dtype == "fp32" else stack.states.gradients
+    buckets = max(1.0, trained / stack.bucket_elements)
+    if layout.zero == 0:
+        reduction = all_reduce(members, width * trained, messages=buckets)
+        gathering = 0.0
+    else:
+        reduction = all_gather(members, width * trained, messages=buckets)
+        sharing = group(device, layout.shards, stride=layout.tensor)
+        gathering = all_gather(sharing, 2.0 * trained, messages=buckets)
+    if stack.gradient_overlap:
+        reduction = max(reduction - hidden[0], EXPOSED * reduction)
+    if stack.gather_overlap:
+        gathering = max(gathering - hidden[1], EXPOSED * gathering)
+    return reduction + gathering

@@ -320,7 +320,7 @@ def _hybrid_engine(raw: Mapping[str, Any], source: str) -> HybridEngineConfig:
             "rollout.tensor_parallel says how many ranks share a copy of the weights. Set 1 here.",
         )
     if hybrid.enable_cuda_graph:
-        _fail(source, "`hybrid_engine.enable_cuda_graph` must be false: lengths change with every token. Remove it.")
+        _fail(source, "`hybrid_engine.enable_cuda_graph` must be false: the YAML's rollout.graphs says it. Remove it.")
     if hybrid.max_out_tokens < 1:
         _fail(source, f"`hybrid_engine.max_out_tokens` must be >= 1, got {hybrid.max_out_tokens}.")
     return hybrid

@@ -42,6 +42,9 @@ class RolloutConfig:
     finds."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Type of the weights that decode; null: the one that the actor is trained in."""
+    graphs: bool = False
+    """Replay the forwards that decode from captured graphs: for accelerators on which a small actor waits for its
+    launches. Needs `weights: gathered`."""
     old_logprobs: Literal["decoder", "rescore"] = "decoder"
     """Log-probs of the sampling policy: as the decoder computed them, or by one more forward of the actor."""
 
@@ -66,6 +69,12 @@ class RolloutConfig:
             raise ValueError(
                 "rollout.engine is vllm, which takes whole weights on each rank. Leave rollout.tensor_parallel and "
                 "rollout.weights=layerwise out, or set rollout.engine=builtin."
+            )
+        if self.graphs and (self.engine == "vllm" or shared or self.weights != "gathered"):
+            raise ValueError(
+                "rollout.graphs is true, which needs our decoder on whole weights on each rank, but rollout.engine is "
+                f"{self.engine}, rollout.weights {self.weights}, rollout.tensor_parallel {self.tensor_parallel}. Set "
+                "them to builtin, gathered and null, or rollout.graphs=false."
             )
 
     @property

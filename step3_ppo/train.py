@@ -19,11 +19,12 @@ from rlhf.config import TokenizerConfig, parse_config
 from rlhf.data.batching import Batching
 from rlhf.data.dataset import PromptRow, build_dataset, report_lines
 from rlhf.data.loader import Loader, evenly_spaced
-from rlhf.distributed import all_gather_objects, all_max, device, rank, shutdown, world_size
+from rlhf.distributed import all_gather_objects, all_max, device, device_type, rank, shutdown, world_size
 from rlhf.engine import setup
 from rlhf.memory import measure_growth
 from rlhf.models.build import read_config
 from rlhf.rollout.answers import Voice
+from rlhf.rollout.graphs import check_graphs
 from rlhf.rollout.plan import Demand, MemoryPlan
 from rlhf.rollout.selfcheck import check_greedy
 from rlhf.rollout.split import check_split
@@ -152,6 +153,7 @@ def make_voice(cfg: PPOConfig, language: Language, roles: Roles) -> Voice:
         lending=lending,
         plan=plan,
         vllm=vllm,
+        graphs=cfg.rollout.graphs,
     )
 
 
@@ -163,9 +165,11 @@ def check_rollout(cfg: PPOConfig, language: Language, actor_ds: Mapping[str, Any
     """
     trained_in = ds_config.dtype_name(actor_ds)
     cfg.check_rollout(trained_in=trained_in, zero_stage=ds_config.zero_stage(actor_ds), world_size=world_size())
+    config = read_config(model_configs(cfg)["actor"], language.tokenizer)
     if cfg.rollout.tensor_parallel is not None and cfg.rollout.tensor_parallel > 1:
-        shape = read_config(model_configs(cfg)["actor"], language.tokenizer).to_dict()
-        check_split(shape, cfg.rollout.tensor_parallel)
+        check_split(config.to_dict(), cfg.rollout.tensor_parallel)
+    if cfg.rollout.graphs:
+        check_graphs(config, device_type())
 
 
 @contextmanager
@@ -259,6 +263,7 @@ def trusted_voice(roles: Roles, voice: Voice, rows: Sequence[PromptRow]) -> Voic
             max_new_tokens=min(20, voice.max_new_tokens),
             pad_id=int(voice.tokenizer.pad_token_id),
             all_ranks_running=lent.all_ranks_running,
+            graphs=voice.graphs,
         )
     agreed = all(all_gather_objects(check.ok))
     if agreed:

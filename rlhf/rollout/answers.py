@@ -59,6 +59,8 @@ class Voice:
     """Most prompt tokens in one forward."""
     pack_weights: bool | None = None
     """Decode on copies of the weights in the order of the CPU's kernels; None: where the weights are whole."""
+    graphs: bool = False
+    """Replay the forwards that decode from captured graphs."""
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -121,6 +123,7 @@ def draw_responses(
             lent.model,
             prefill_tokens=voice.prefill_tokens,
             pack_weights=voice.pack_weights,
+            graphs=voice.graphs,
             on_stats=on_stats if tells else None,
             **shared,
         )[mine]

@@ -65,6 +65,7 @@ def generate(  # noqa: PLR0913  the coordinates of sampling are named one by one
     sync_every: int | None = None,
     prefill_tokens: int = PREFILL_TOKENS,
     pack_weights: bool | None = None,
+    graphs: bool = False,
     on_stats: Callable[[RolloutStats], None] | None = None,
 ) -> list[Response]:
     """Answer each prompt once, without gradients and dropout.
@@ -93,6 +94,7 @@ def generate(  # noqa: PLR0913  the coordinates of sampling are named one by one
             Left-padded batches go through the model at once whatever it says.
         pack_weights: compute on copies of the weights in the order of the CPU's kernels, adapters merged
             (`packed.packed_linears`); None: where the weights are whole, that is without `all_ranks_running`.
+        graphs: replay forwards without prompts from captured graphs (`rollout.graphs`), on accelerators that have them.
         on_stats: called once at the end with what was done.
 
     Returns:
@@ -100,7 +102,7 @@ def generate(  # noqa: PLR0913  the coordinates of sampling are named one by one
 
     Raises:
         ValueError: an empty prompt, a prompt too long for the model, arguments of different length, a stop id of
-            `sampling` missing, stop strings without a tokenizer, or `pack_weights` for sharded weights.
+            `sampling` missing, stop strings without a tokenizer, `pack_weights` or `graphs` for sharded weights.
         FloatingPointError: the model's logits are not finite.
     """
     check_rows(prompts, uids=uids, sample_ids=sample_ids)
@@ -116,6 +118,11 @@ def generate(  # noqa: PLR0913  the coordinates of sampling are named one by one
             "pack_weights=True needs whole weights, but these are sharded. Set rollout.weights=gathered, so that they "
             "are gathered for the rollout, or leave pack_weights unset."
         )
+    if graphs and all_ranks_running is not None:
+        raise ValueError(
+            "graphs=True needs whole weights, but these are sharded. Set rollout.weights=gathered, so that they are "
+            "gathered for the rollout, or rollout.graphs=false."
+        )
     device = next(model.parameters()).device
     if sync_every is None:
         sync_every = SYNC_EVERY_CPU if device.type == "cpu" else SYNC_EVERY_ACCELERATOR
@@ -130,6 +137,7 @@ def generate(  # noqa: PLR0913  the coordinates of sampling are named one by one
         prefill_tokens=prefill_tokens,
         sync_every=sync_every,
         device=device,
+        graphs=graphs,
     )
     requests = [
         Request(list(prompt), uid, sample_id) for prompt, uid, sample_id in zip(prompts, uids, sample_ids, strict=True)

@@ -74,6 +74,8 @@ class Job:
     sync_every: int
     """Tokens between two looks of the host at the rows."""
     device: torch.device
+    graphs: bool = False
+    """Replay forwards without prompts from captured graphs."""
 
 
 class Meter:

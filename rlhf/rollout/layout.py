@@ -53,6 +53,17 @@ class SlotLayout:
         self._sparse: _SparsePlan | None = None
         self._mask_S11L: Tensor | None = None
 
+    @classmethod
+    def of_first_slots(cls, cache: SlotCache, slot_N: Tensor, length_N: Tensor, *, longest: int) -> "SlotLayout":
+        """Of a forward of the first N slots whose lengths the host does not know; `longest` is at least each of them.
+
+        It copies nothing from the host, so that it can be part of a captured graph; for accelerators.
+        """
+        layout = cls(cache, slots=(), lengths=(), device=slot_N.device)
+        layout.num_rows = layout.top = len(slot_N)
+        layout.slot_N, layout.length_N, layout.longest = slot_N, length_N, longest
+        return layout
+
     def excess(self) -> int:
         """What attention reads in each layer because of empty slots among the others, in bytes."""
         if self.slot_N.device.type == "cpu":

@@ -55,6 +55,7 @@ def check_greedy(
     pad_id: int,
     tolerance: float | None = None,
     all_ranks_running: Callable[[bool], bool] | None = None,
+    graphs: bool = False,
 ) -> SelfCheck:
     """Decode the prompts greedily with `generate` and with Hugging Face's generate, on one left-padded batch.
 
@@ -66,6 +67,7 @@ def check_greedy(
         pad_id: any valid id.
         tolerance: logits that differ by less than this share are a tie; None: `NEAR_TIE` of the model's type.
         all_ranks_running: as in `generate`; every rank then has to call this with its own prompts.
+        graphs: as in `generate`.
 
     Raises:
         ValueError: no prompts.
@@ -83,6 +85,7 @@ def check_greedy(
         pad_id=pad_id,
         batch_size=max(1, len(prompts)),
         all_ranks_running=all_ranks_running,
+        graphs=graphs,
     )
     return compare_greedy(
         [response.token_ids for response in ours],

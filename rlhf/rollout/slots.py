@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rlhf.rollout.cache import SlotCache
+from rlhf.rollout.graphs import StepGraphs
 from rlhf.rollout.job import Job, Meter, Request, Response, StepModel, check_finite
 from rlhf.rollout.layout import SlotLayout
 from rlhf.rollout.sampling import uniform
@@ -29,9 +30,9 @@ def decode_in_slots(model: StepModel, requests: Sequence[Request], job: Job, met
     """Answer the requests, in their order."""
     if not requests:
         return []
-    slots = _Slots(requests, job, meter)
+    slots = _Slots(model, requests, job, meter)
     while slots.unfinished:
-        slots.advance(model)
+        slots.advance()
     return [slots.responses[i] for i in range(len(requests))]
 
 
@@ -88,8 +89,8 @@ class _Rows:
 class _Slots:
     """All state of a rollout. Tensors with S rows stay for its whole length and are indexed by slot."""
 
-    def __init__(self, requests: Sequence[Request], job: Job, meter: Meter) -> None:
-        self.job, self.meter, self.requests = job, meter, requests
+    def __init__(self, model: StepModel, requests: Sequence[Request], job: Job, meter: Meter) -> None:
+        self.model, self.job, self.meter, self.requests = model, job, meter, requests
         self.keys: list[Key] = [(request.uid, tuple(request.prompt)) for request in requests]
         first_with: dict[Key, int] = {}
         for i, key in enumerate(self.keys):
@@ -101,7 +102,9 @@ class _Slots:
         self.waiting = Counter(self.keys)
         num_slots = min(job.num_slots, len(requests))
         longest = max(len(request.prompt) for request in requests)
+        # A row's last token is drawn and never read, so no row writes to the last place.
         self.cache = SlotCache(num_slots=num_slots, capacity=longest + job.max_new_tokens)
+        self.graphs = StepGraphs(model, self.cache, device=job.device) if job.graphs else None
         self.occupants: list[_Occupant | None] = [None] * num_slots
         self.holds: list[Key | None] = [None] * num_slots
         """Prompt whose keys and values stand in each slot, also after its row has finished."""
@@ -123,7 +126,7 @@ class _Slots:
         """Whether a request is not yet answered."""
         return len(self.responses) < len(self.requests)
 
-    def advance(self, model: StepModel) -> None:
+    def advance(self) -> None:
         """Let rows move in, draw a token or a few of every row, and let finished rows go."""
         entrants = self._admit()
         moved_in = entrants.slots
@@ -135,7 +138,7 @@ class _Slots:
         num_left = min(self.job.max_new_tokens - self._count(slot) for slot in rows.slots)
         drawn = []
         for i in range(min(self.job.sync_every, num_left)):
-            logits_AV = self._enter(model, entrants, rows) if i == 0 and moved_in else self._step(model, rows)
+            logits_AV = self._enter(entrants, rows) if i == 0 and moved_in else self._step(rows)
             drawn.append(self._draw(logits_AV, rows))
         self._let_go(drawn, rows)
         self.meter.lap(
@@ -211,7 +214,7 @@ class _Slots:
         )
         return _Rows(slots, slot_A, count_A.clone(), place_A.clone())
 
-    def _enter(self, model: StepModel, entrants: _Entrants, rows: _Rows) -> Tensor:
+    def _enter(self, entrants: _Entrants, rows: _Rows) -> Tensor:
         """The forward that prompts come in with; logits_AV of all rows."""
         old = [i for i, slot in enumerate(rows.slots) if slot not in entrants.slots]
         prompts = [key[1] for key in entrants.fresh]
@@ -242,7 +245,7 @@ class _Slots:
             self.cache.aim(torch.cat([slot_O, slot_N]), torch.cat([place_O, place_N]))
             ends = torch.tensor(lengths, dtype=torch.int64, device=self.job.device).cumsum(0) + len(old) - 1
             outputs.append(
-                model.packed(
+                self.model.packed(
                     torch.cat([self.token_SR[slot_O, rows.count_A[old_A] - 1], fresh_N]),
                     torch.cat([place_O, place_N]),
                     self.cache,
@@ -269,7 +272,7 @@ class _Slots:
         order = [source[slot] for slot in rows.slots]
         return logits_MV if order == list(range(len(logits_MV))) else logits_MV[order]
 
-    def _step(self, model: StepModel, rows: _Rows) -> Tensor:
+    def _step(self, rows: _Rows) -> Tensor:
         """A forward of decoding rows alone, logits_AV."""
         if rows.layout is None:
             lengths = [self._length(slot) for slot in rows.slots]
@@ -280,8 +283,11 @@ class _Slots:
         if rows.token_A is None:
             rows.token_A = self.token_SR[rows.slot_A, rows.count_A - 1]
         self.debt += rows.excess
-        self.cache.aim(rows.slot_A, rows.place_A)
-        logits_AV = model.packed(rows.token_A, rows.place_A, self.cache, rows.layout, keep_M=None)
+        if self.graphs is not None:
+            logits_AV = self.graphs.forward(rows.layout, rows.token_A, rows.place_A)
+        else:
+            self.cache.aim(rows.slot_A, rows.place_A)
+            logits_AV = self.model.packed(rows.token_A, rows.place_A, self.cache, rows.layout, keep_M=None)
         self.meter.forward(busy=len(rows.slots), prompt_tokens=0)
         return logits_AV
 

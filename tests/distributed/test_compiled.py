@@ -76,7 +76,7 @@ def test_twenty_steps_of_machine_code_do_too(ranks: Ranks) -> None:
 
 
 def sharded_job() -> dict[str, Any]:
-    """What ZeRO-3 holds of compiled blocks, in training, in a frozen model and around a rollout's weights."""
+    """What ZeRO-3 holds of compiled blocks, in training, in a frozen model and in a rollout layer by layer."""
     prepare("aot_eager")
     rows = steps_of_rows(2)
     trained = engine_of(built("cpu_zero3", compile=True), "cpu_zero3")
@@ -103,8 +103,7 @@ def sharded_job() -> dict[str, Any]:
 def test_zero3_gathers_a_compiled_block_and_lets_it_go(ranks: Ranks) -> None:
     """The packaged JSON keeps nothing gathered between layers: thresholds 0."""
     for found in ranks(sharded_job, timeout=120):
-        num_weights = len(list(tiny_opt().parameters()))
-        assert found["lent"] == num_weights and found["lent_loss"] > 0
-        for when in ("start", "between", "after", "given_back", "end", "frozen_gathered"):
+        assert found["lent_loss"] > 0
+        for when in ("start", "between", "after", "lent", "given_back", "end", "frozen_gathered"):
             assert found[when] == 0, (when, found)
         assert abs(found["frozen"]) < 1e-4

@@ -26,6 +26,11 @@ def config(**changes: Any) -> PPOConfig:
         ({"rollout__dtype": "bfloat16", "rollout__weights": "layerwise"}, "dtype=bfloat16 needs a copy .*Leave one"),
         ({"rollout__tensor_parallel": 2, "rollout__engine": "vllm"}, "vllm, which takes whole weights on each rank"),
         ({"rollout__weights": "layerwise", "rollout__engine": "vllm"}, "vllm, which takes whole weights on each rank"),
+        ({"rollout__graphs": True}, "graphs is true.*rollout.weights auto.*gathered and null, or rollout.graphs=false"),
+        (
+            {"rollout__graphs": True, "rollout__weights": "gathered", "rollout__tensor_parallel": 2},
+            "graphs is true.*tensor_parallel 2",
+        ),
     ],
 )
 def test_settings_that_contradict_each_other(changes: dict[str, Any], message: str) -> None:
@@ -50,6 +55,7 @@ def test_settings_that_fit() -> None:
     config(rollout__tensor_parallel=2, rollout__weights="gathered").check_rollout(
         trained_in="bfloat16", zero_stage=0, world_size=4
     )
+    config(rollout__weights="gathered", rollout__graphs=True)
     config(rollout__weights="layerwise").check_rollout(trained_in="float32", zero_stage=3, world_size=1)
     config(rollout__dtype="bfloat16").check_rollout(trained_in="bfloat16", zero_stage=3, world_size=1)
     config(rollout__dtype="bfloat16", rollout__old_logprobs="rescore").check_rollout(

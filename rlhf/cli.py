@@ -249,10 +249,15 @@ def _convert_state(source: Path, out: Path, engine: str | None) -> list[str]:
 
 
 def _plan(arguments: argparse.Namespace, _rest: Sequence[str]) -> int:
+    from launch.recipe import find_recipe
     from rlhf import ds_config
+    from rlhf.plan.command import Sources
     from rlhf.plan.command import main as plan
 
-    return plan(arguments, read_recipe=_read_recipe, load=ds_config.load)
+    sources = Sources(
+        read_recipe=_read_recipe, recipe_folder=lambda name: find_recipe(name).parent, load=ds_config.load
+    )  # fmt: skip
+    return plan(arguments, sources)
 
 
 def _read_recipe(name: str) -> tuple[str, dict[str, dict[str, Any]], int]:

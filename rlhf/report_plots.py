@@ -18,7 +18,7 @@ LIGHT = "#e4e7eb"
 SHADES = ("#063b42", "#0b6b78", "#4f97a1", "#92c0c7", "#c9dfe2", "#aab2bc", "#c7ccd3", "#e4e7eb")
 
 # Any: matplotlib types each key.
-_STYLE: Any = {
+STYLE: Any = {
     "font.family": "sans-serif",
     "font.size": 9,
     "text.color": INK,
@@ -81,7 +81,7 @@ def curve(series: Sequence[Series], *, x_label: str, y_label: str, limit: float 
     axes.set_ylabel(y_label)
     if len(series) > 1:
         axes.legend(loc="best", handlelength=1.4, borderaxespad=0.2, frameon=False, fontsize=8)
-    return _svg(figure, key or y_label)
+    return as_svg(figure, key or y_label)
 
 
 def histogram(edges: Sequence[float], counts: Sequence[float], *, x_label: str, y_label: str) -> str:
@@ -92,7 +92,7 @@ def histogram(edges: Sequence[float], counts: Sequence[float], *, x_label: str, 
     axes.axvline(0, color=INK, linewidth=0.9)
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
-    return _svg(figure, x_label)
+    return as_svg(figure, x_label)
 
 
 def calibration(predicted: Sequence[float], observed: Sequence[float], counts: Sequence[float]) -> str:
@@ -111,7 +111,7 @@ def calibration(predicted: Sequence[float], observed: Sequence[float], counts: S
     axes.set_ylim(low, 1.03)
     axes.set_xlabel("predicted probability that chosen wins")
     axes.set_ylabel("observed share")
-    return _svg(figure, "calibration")
+    return as_svg(figure, "calibration")
 
 
 def stacked_seconds(stages: Mapping[str, Mapping[str, float]], phases: Mapping[str, str]) -> str:
@@ -148,7 +148,7 @@ def stacked_seconds(stages: Mapping[str, Mapping[str, float]], phases: Mapping[s
     axes.spines["left"].set_visible(False)
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=len(phases), handlelength=1, columnspacing=1.4,
                 frameon=False, fontsize=8)  # fmt: skip
-    return _svg(figure, "seconds")
+    return as_svg(figure, "seconds")
 
 
 def running_mean(values: Sequence[float], width: int) -> list[float]:
@@ -166,7 +166,7 @@ def _panel(inches: tuple[float, float]) -> "tuple[Figure, Axes]":
     import matplotlib as mpl  # noqa: PLC0415  0.3 s that the launcher need not pay
     from matplotlib.figure import Figure  # noqa: PLC0415
 
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         figure = Figure(figsize=inches, layout="constrained")
         return figure, figure.add_subplot()
 
@@ -196,11 +196,11 @@ def _draw(axes: "Axes", one: Series, colour: str) -> None:
         axes.plot(one.steps, one.values, color=colour, label=one.label)
 
 
-def _svg(figure: "Figure", key: str) -> str:
+def as_svg(figure: "Figure", key: str) -> str:
     """SVG element alone, the same bytes each time, its ids not shared with another plot of the page."""
     import matplotlib as mpl  # noqa: PLC0415
 
-    with mpl.rc_context({**_STYLE, "svg.hashsalt": key}):
+    with mpl.rc_context({**STYLE, "svg.hashsalt": key}):
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None}, transparent=True)
     text = buffer.getvalue()

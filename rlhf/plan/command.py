@@ -1,48 +1,74 @@
-"""`rlhf plan` and `rlhf plan validate`. No torch."""
+"""`rlhf plan`, `rlhf plan compare`, `rlhf plan scale` and `rlhf plan validate`. No torch."""
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from rlhf.artifacts import write_json
-from rlhf.plan import published
+from rlhf.plan import compare, published, scale
+from rlhf.plan.emit import LoadJson, Template, as_lines, emit, hub_name, make_fit
 from rlhf.plan.hardware import find_device, load_devices
+from rlhf.plan.scale_plot import write_plot
 from rlhf.plan.search import decide, search
 from rlhf.plan.setting import Choices, Configs, Setting, from_models, from_recipe
-from rlhf.plan.show import as_json, said_run, show_plan, show_remedies, show_search, show_validation
+from rlhf.plan.show import (
+    as_json,
+    said_run,
+    show_comparison,
+    show_plan,
+    show_remedies,
+    show_scaling,
+    show_search,
+    show_validation,
+)
 from rlhf.plan.steps import plan_step, remedies
 from rlhf.plan.validate import Validation, validate
 from rlhf.sections import markdown_table, write_section
 
 BEGIN = "<!-- rlhf plan validate: begin -->"
 END = "<!-- rlhf plan validate: end -->"
+FOR_MODELS = "opt_13b_350m_single_node"
+"""Recipe that gives `--emit` what two models do not say."""
 WIDTH = 120
 """Columns where there is no terminal."""
 ReadRecipe = Callable[[str], tuple[str, Configs, int]]
 """Name of a recipe -> its name, its stages' configs, its devices."""
 
 
-def main(arguments: argparse.Namespace, *, read_recipe: ReadRecipe, load: Callable[[str], Mapping[str, Any]]) -> int:
-    """Print a plan, or the validation; 0, or 2 if something asked for cannot be used."""
+@dataclass(frozen=True, kw_only=True)
+class Sources:
+    """Where recipes and DeepSpeed JSON come from; what reads them lies above this package."""
+
+    read_recipe: ReadRecipe
+    recipe_folder: Callable[[str], Path]
+    load: LoadJson
+
+
+def main(arguments: argparse.Namespace, sources: Sources) -> int:
+    """Print what was asked for; 0, or 2 if something cannot be used."""
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
     try:
         if arguments.plan_command == "validate":
             return _validate(arguments, console)
-        return _plan(arguments, console, read_recipe=read_recipe, load=load)
+        setting, numbers = _setting(arguments, sources), _numbers(arguments.steps)
+        if arguments.plan_command == "compare":
+            return _compare(arguments, console, setting, numbers)
+        if arguments.plan_command == "scale":
+            return _scale(arguments, console, setting, numbers)
+        return _plan(arguments, console, setting, numbers, sources)
     except (ValueError, OSError) as error:
         sys.stderr.write(f"rlhf plan: {error}\n")
         return 2
 
 
 def _plan(
-    arguments: argparse.Namespace, console: Console, *, read_recipe: ReadRecipe,
-    load: Callable[[str], Mapping[str, Any]],
-) -> int:  # fmt: skip
-    numbers = _numbers(arguments.steps)
-    setting = _setting(arguments, read_recipe=read_recipe, load=load)
+    arguments: argparse.Namespace, console: Console, setting: Setting, numbers: Sequence[int], sources: Sources
+) -> int:
     plans = [plan_step(setting, number) for number in numbers]
     show_plan(console, setting, plans)
     for plan in plans:
@@ -52,6 +78,46 @@ def _plan(
         _search(setting, console)
     if arguments.json is not None:
         write_json(arguments.json, as_json(setting, plans))
+    if arguments.emit is not None:
+        _emit(arguments, console, setting, sources)
+    return 0
+
+
+def _emit(arguments: argparse.Namespace, console: Console, setting: Setting, sources: Sources) -> None:
+    if arguments.recipe is not None:
+        template = Template(folder=sources.recipe_folder(arguments.recipe))
+    else:
+        if setting.actor.vocabulary != setting.reward.vocabulary:
+            raise ValueError(
+                f"--emit: --actor {arguments.actor} has {setting.actor.vocabulary:,} tokens and --reward "
+                f"{arguments.reward} {setting.reward.vocabulary:,}; the stages need both to read the same ones. Name "
+                "two models of one tokenizer."
+            )
+        folder = sources.recipe_folder(FOR_MODELS)
+        template = Template(folder=folder, actor=hub_name(arguments.actor), reward=hub_name(arguments.reward))
+    setting, changes = make_fit(setting, (1, 2, 3))
+    command = emit(setting, arguments.emit, template=template, load=sources.load)
+    plans = [plan_step(setting, number) for number in (1, 2, 3)]
+    console.print("\n".join(as_lines(plans, changes, command)))
+
+
+def _compare(arguments: argparse.Namespace, console: Console, setting: Setting, numbers: Sequence[int]) -> int:
+    second = find_device(arguments.second, load_devices(arguments.hardware))
+    found = compare.compare(setting, second, numbers)
+    show_comparison(console, setting, second, found)
+    if arguments.json is not None:
+        write_json(arguments.json, compare.as_json(setting, second, found))
+    return 0
+
+
+def _scale(arguments: argparse.Namespace, console: Console, setting: Setting, numbers: Sequence[int]) -> int:
+    counts = scale.counts_up_to(arguments.largest, smallest=arguments.smallest)
+    found = scale.curves(setting, numbers, counts, jitter=arguments.jitter)
+    show_scaling(console, setting, found)
+    if arguments.plot is not None:
+        write_plot(arguments.plot, f"{setting.name} on {setting.device.name}", found)
+    if arguments.json is not None:
+        write_json(arguments.json, scale.as_json(setting, found))
     return 0
 
 
@@ -62,9 +128,7 @@ def _numbers(text: str) -> list[int]:
     return sorted({int(word) for word in words})
 
 
-def _setting(
-    arguments: argparse.Namespace, *, read_recipe: ReadRecipe, load: Callable[[str], Mapping[str, Any]]
-) -> Setting:
+def _setting(arguments: argparse.Namespace, sources: Sources) -> Setting:
     if (arguments.recipe is None) == (arguments.actor is None):
         raise ValueError("give either --recipe NAME or --actor MODEL.")
     devices = load_devices(arguments.hardware)
@@ -73,9 +137,9 @@ def _setting(
     device = find_device(arguments.gpu, devices)
     choices = _choices(arguments)
     if arguments.recipe is not None:
-        name, stages, gpus = read_recipe(arguments.recipe)
+        name, stages, gpus = sources.read_recipe(arguments.recipe)
         gpus = gpus if arguments.gpus is None else arguments.gpus
-        return from_recipe(name, stages, device, _positive(gpus), load=load, choices=choices)
+        return from_recipe(name, stages, device, _positive(gpus), load=sources.load, choices=choices)
     if arguments.gpus is None:
         raise ValueError("--gpus is missing: the number of devices in all.")
     return from_models(arguments.actor, arguments.reward, device, _positive(arguments.gpus), choices)

@@ -46,7 +46,7 @@ class Policy:
     """Rows of an update, over all ranks."""
     epochs: int = 1
     hybrid: bool = True
-    """The actor's weights are gathered once for a rollout (`hybrid_engine` in its JSON)."""
+    """The actor's weights are gathered once for a rollout (`rollout.weights`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,9 +199,16 @@ def from_recipe(
             **roles, prompts=float(ppo["max_steps"]) * per_step, prompts_per_step=per_step,
             decode_batch=int(rollout["batch_size"]), score_batch=_score_rows(ppo["data"], prompt + response),
             minibatch=minibatch, epochs=int(update["epochs"]),
-            hybrid=bool(load(jsons["actor"]).get("hybrid_engine", {}).get("enabled", False)),
+            hybrid=_gathered_whole(rollout, actor, device),
         ),
     )  # fmt: skip
+
+
+def _gathered_whole(rollout: Mapping[str, Any], actor: Shape, device: Device) -> bool:
+    """Whether a rollout's weights are gathered once, as `rollout.weights` says."""
+    if rollout.get("weights", "auto") == "auto":
+        return 2 * actor.parameters < WHOLE * device.memory
+    return bool(rollout["weights"] == "gathered")
 
 
 def _score_rows(data: Mapping[str, Any], length: int) -> int:

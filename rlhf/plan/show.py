@@ -1,4 +1,4 @@
-"""A plan and a validation for the terminal. No torch."""
+"""Plans, comparisons, curves and validations for the terminal. No torch."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,7 +7,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from rlhf.plan.compare import Comparison
+from rlhf.plan.hardware import Device
 from rlhf.plan.layout import Layout
+from rlhf.plan.scale import Curve
 from rlhf.plan.search import Candidate, Found, reason
 from rlhf.plan.setting import Setting, stack_of
 from rlhf.plan.steps import STEPS, Remedy, StepPlan
@@ -134,6 +137,45 @@ def _step_json(plan: StepPlan) -> Mapping[str, Any]:
         "peak_bytes": plan.peak_memory, "missing_bytes": max(0.0, plan.missing),
         "bytes": {phase: part.parts() for phase, part in plan.memory.items()},
     }  # fmt: skip
+
+
+def show_comparison(console: Console, setting: Setting, second: Device, found: Sequence[Comparison]) -> None:
+    """Each step on both devices, then the parts of a step."""
+    first = setting.device
+    console.print(
+        f"[bold]{setting.name}[/bold] on {setting.gpus} x {first.name} and {setting.gpus} x {second.name}, rows of "
+        f"{setting.prompt} + {setting.response} tokens, the same layouts"
+    )
+    sides = (first.name, second.name)
+    table = _table(
+        "", *[f"{name} step s" for name in sides], "ratio", *[f"{name} h" for name in sides],
+        *[f"{name} $" for name in sides],
+    )  # fmt: skip
+    for c in found:
+        both = (c.first, c.second)
+        table.add_row(
+            STEPS[c.number], *[f"{p.step_seconds:,.3g}{'' if p.missing <= 0 else ' (no fit)'}" for p in both],
+            f"{c.ratio:.2f} x", *[f"{p.hours:,.2f}" for p in both], *[f"{p.cost:,.0f}" for p in both],
+        )  # fmt: skip
+    console.print(table)
+    for c in found:
+        parts = {name: ratio for name, ratio in c.parts.items() if c.first.seconds[name] > SHOWN * c.first.step_seconds}
+        console.print(f"{STEPS[c.number]}: " + ", ".join(f"{name} {ratio:.2f} x" for name, ratio in parts.items()))
+
+
+def show_scaling(console: Console, setting: Setting, found: Sequence[Curve]) -> None:
+    """Each curve as a table: rate, efficiency, and the parts that grew most."""
+    console.print(f"[bold]{setting.name}[/bold] on {setting.device.name}")
+    for curve in found:
+        table = _table(f"{STEPS[curve.number]}: {curve.kind}", "step s", "tokens/s/GPU", "efficiency", "lost to")
+        for point in curve.points:
+            lost = sorted(point.losses.items(), key=lambda item: -item[1])
+            said = ", ".join(f"{name} {share:.1%}" for name, share in lost[:3] if share > SHOWN)
+            table.add_row(f"{point.gpus:,}", f"{point.seconds:,.3g}", f"{point.tokens_per_gpu:,.1f}",
+                          f"{point.efficiency:.1%}", said)  # fmt: skip
+        console.print(table)
+        for gpus, reason_ in curve.left_out.items():
+            console.print(f"  {gpus:,}: {reason_}")
 
 
 def show_validation(console: Console, found: Validation, *, every: bool) -> None:

@@ -121,7 +121,7 @@ def _ppo(setting: Setting, ppo: Policy) -> StepPlan:
     layout, device = ppo.actor, setting.device
     rows = -(-ppo.prompts_per_step // layout.data)
     total = rows * layout.data
-    updates = ppo.epochs * max(1, round(total / ppo.minibatch))
+    updates = ppo.epochs * max(1, round(ppo.prompts_per_step / ppo.minibatch))
     needed = total * flops.ppo_row(setting.actor, setting.reward, setting.prompt, setting.response, epochs=ppo.epochs)
     again = flops.recomputed(setting.actor, setting.length, layout.recompute)
     again += flops.recomputed(setting.reward, setting.length, ppo.critic.recompute)
@@ -233,7 +233,7 @@ def _changed(setting: Setting, number: int) -> list[Remedy]:
             fewer = replace(ppo, decode_batch=max(1, ppo.decode_batch // 4))
             found.append((f"rollout.batch_size {fewer.decode_batch}", replace(setting, ppo=fewer)))
         if ppo.hybrid and ppo.actor.zero == 3:
-            found.append(("no hybrid engine", replace(setting, ppo=replace(ppo, hybrid=False))))
+            found.append(("rollout.weights layerwise", replace(setting, ppo=replace(ppo, hybrid=False))))
         if ppo.reference.zero < 3 and setting.gpus > 1:
             sharded = replace(ppo, reference=replace(ppo.reference, zero=3))
             found.append(("reference under ZeRO-3", replace(setting, ppo=sharded)))

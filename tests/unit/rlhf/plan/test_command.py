@@ -44,6 +44,20 @@ def test_search_shows_why_others_lose(capsys: pytest.CaptureFixture[str]) -> Non
     assert "loses by" in out and "layouts of step 1" in out and "of a step" in out
 
 
+def test_comparison_and_curves_as_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "found.json"
+    recipe = ["--recipe", "opt_66b_350m_multi_node", "--json", str(path)]
+    assert cli.main(["plan", "compare", "a100-80", "h200", *recipe]) == 0
+    made = json.loads(path.read_text())
+    assert [step["step"] for step in made["steps"]] == [1, 2, 3] and all(step["ratio"] > 1 for step in made["steps"])
+    assert cli.main(["plan", "scale", "--gpu", "h200", "--to", "128", "--from", "32", "--steps", "1", *recipe]) == 0
+    weak, strong = json.loads(path.read_text())["curves"]
+    assert (weak["kind"], strong["kind"]) == ("weak", "strong")
+    assert [point["gpus"] for point in weak["points"]] == [32, 64, 128]
+    out = capsys.readouterr().out
+    assert "lost to" in out and "the same layouts" in out
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -59,6 +73,10 @@ def test_search_shows_why_others_lose(capsys: pytest.CaptureFixture[str]) -> Non
         (["plan", "--actor", "opt-14b", "--gpus", "8", "--gpu", "h200"], "model 'opt-14b' is neither"),
         (["plan", "--recipe", "nothing", "--gpu", "h200"], "neither a recipe"),
         (["plan", "validate", "--tables", "none.json"], "none.json"),
+        (["plan", "compare", "a100-80", "h100", "--recipe", "tiny_cpu"], "'h100' is not known. Did you mean"),
+        (["plan", "scale", *ACTOR[1:], "--to", "4", "--from", "8"], "--from must be >= 1 and at most --to"),
+        (["plan", "scale", *ACTOR[1:], "--to", "8", "--jitter", "2"], "--jitter must be at least 0"),
+        (["plan", "scale", *ACTOR[1:], "--to", "8", "--plot", "x.pdf"], "must end in .png, .svg, .html"),
     ],
 )
 def test_one_clear_error(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,8 +144,8 @@ def test_the_worked_examples_are_what_is_printed(
     assert out == printed, "print it again into docs/scaling.md"
 
 
-def test_there_are_four_worked_examples() -> None:
-    assert len(examples()) == 4
+def test_there_are_five_worked_examples() -> None:
+    assert len(examples()) == 5
 
 
 def test_the_validation_of_the_page_is_the_current_one() -> None:

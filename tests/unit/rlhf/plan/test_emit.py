@@ -1,0 +1,155 @@
+"""A plan written as a recipe, read back, checked by the launcher without starting anything, and run."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rlhf import cli, ds_config
+from rlhf.plan.emit import Template, emit, make_fit
+from rlhf.plan.hardware import load_devices
+from rlhf.plan.setting import Choices, Setting, from_models, from_recipe
+from rlhf.plan.steps import plan_step
+
+DEVICES = load_devices()
+RECIPES = Path(__file__).parents[4] / "launch" / "recipes"
+TEMPLATE = Template(folder=RECIPES / "opt_13b_350m_single_node", actor="facebook/opt-13b", reward="facebook/opt-350m")
+CPU = """\
+here:
+  architecture: cpu
+  cores: 1
+  peak_tflops: {fp32: 0.1, bf16: 0.2}
+  memory_gb: 8
+  bandwidth_gb_s: 20
+  node: 2
+  link_gb_s: 2
+  nics: 1
+  nic_gbit_s: 10
+"""
+
+
+def setting(gpus: int = 8, gpu: str = "a100-80", **choices: Any) -> Setting:
+    return from_models("opt-13b", "opt-350m", DEVICES[gpu], gpus, Choices(**choices))
+
+
+def read(folder: Path, gpu: str = "a100-80") -> Setting:
+    name, stages, gpus = cli._read_recipe(str(folder))
+    return from_recipe(name, stages, DEVICES[gpu], gpus, load=ds_config.load)
+
+
+def write(made: Setting, folder: Path) -> list[str]:
+    return emit(made, folder, template=TEMPLATE, load=ds_config.load)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "choices"),
+    [
+        (8, {}),
+        (16, {"micro_batch": 2, "global_batch": 128}),
+        (8, {"zero": 2, "recompute": "none", "prompt": 128, "response": 384, "lora": 64}),
+        (8, {"zero": 3, "offload": True, "dtype": "fp16"}),
+        (1, {"zero": 0, "lora": 16}),
+    ],
+)
+def test_what_is_read_back_is_what_was_planned(gpus: int, choices: dict[str, Any], tmp_path: Path) -> None:
+    made = setting(gpus, **choices)
+    command = write(made, tmp_path / "mine")
+    assert command[:4] == ["rlhf", "run", "--recipe", str(tmp_path / "mine")] and ("--hostfile" in command) == (
+        gpus > 8
+    )
+    found = read(tmp_path / "mine")
+    assert (found.name, found.gpus, found.actor, found.reward) == ("mine", gpus, made.actor, made.reward)
+    assert (found.prompt, found.response) == (made.prompt, made.response)
+    assert found.sft.layout == made.sft.layout and found.preference.layout == made.preference.layout
+    for role in ("actor", "critic", "reference", "reward"):
+        layout, planned = getattr(found.ppo, role), getattr(made.ppo, role)
+        if role in ("reference", "reward"):  # frozen: nothing of theirs is recomputed, and updates are not theirs
+            layout, planned = (replace(one, recompute="none", accumulation=1) for one in (layout, planned))
+        assert layout == planned, role
+    for name in ("prompts_per_step", "decode_batch", "minibatch", "epochs"):
+        assert getattr(found.ppo, name) == getattr(made.ppo, name)
+
+
+def test_the_launcher_would_start_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All but the weights, which are not on this machine."""
+    folder = tmp_path / "emitted"
+    arguments = ["plan", "--actor", "opt-13b", "--gpus", "16", "--gpu", "a100-80", "--emit", str(folder)]
+    assert cli.main(arguments) == 0
+    out = capsys.readouterr().out
+    assert f"start it with: rlhf run --recipe {folder} --hostfile HOSTFILE" in out.replace("\n", " ").replace("  ", " ")
+    hosts = tmp_path / "hosts"
+    hosts.write_text("node1 slots=8\nnode2 slots=8\n")
+    cli.main(["run", "--recipe", str(folder), "--out", str(tmp_path / "run"), "--dry-run", "--hostfile", str(hosts)])
+    out = capsys.readouterr().out
+    assert all(f"--module {stage}.train" in out for stage in ("step1_sft", "step2_reward", "step3_ppo"))
+    problems = out.partition("would stop before its first process")[2]
+    lines = [line for line in problems.splitlines() if line.startswith("  - ")]
+    assert all("model.path=facebook/" in line or "accelerator" in line for line in lines), problems
+
+
+def test_what_does_not_fit_is_changed_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """OPT-13B's rollout of 64 rows does not fit eight devices of 80 GB beside the gathered actor."""
+    made, changes = make_fit(setting(), (1, 2, 3))
+    assert plan_step(setting(), 3).missing > 0 >= plan_step(made, 3).missing
+    assert len(changes) == 1 and changes[0].startswith("step 3: ") and "devices" not in changes[0]
+    assert (
+        cli.main(["plan", "--actor", "opt-13b", "--gpus", "8", "--gpu", "a100-80", "--emit", str(tmp_path / "r")]) == 0
+    )
+    assert f"changed so that it fits: {changes[0]}" in capsys.readouterr().out
+    assert plan_step(read(tmp_path / "r"), 3).missing <= 0
+    with pytest.raises(ValueError, match="no change of settings makes it fit. Take more devices"):
+        make_fit(from_models("opt-175b", "opt-350m", DEVICES["a100-40"], 1, Choices()), (1,))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"tensor": 8}, "cannot write tensor 8"),
+        ({"recompute": "selective"}, "cannot write selective recomputation.*--recompute none or full"),
+        ({"dtype": "fp8"}, "cannot write fp8"),
+    ],
+)
+def test_what_this_code_cannot_run_is_refused(change: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=said):
+        write(setting(gpu="h100-sxm", **change), tmp_path / "r")
+    with pytest.raises(ValueError, match="12 devices are not whole machines of 8"):
+        write(setting(12), tmp_path / "r")
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_is_written_over(tmp_path: Path) -> None:
+    (tmp_path / "kept").write_text("mine")
+    with pytest.raises(FileExistsError, match="is not empty. Name a new folder"):
+        write(setting(), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+    arguments = ["plan", "--actor", "llama3-8b", "--gpus", "8", "--gpu", "a100-80", "--emit", str(tmp_path / "r")]
+    assert cli.main(arguments) == 2  # opt-350m reads other tokens
+    assert cli.main([*arguments[:2], "gpt-22b", "--reward", "gpt-22b", *arguments[3:]]) == 2  # has no weights
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+
+
+@pytest.mark.slow
+def test_a_recipe_that_fits_here_runs(tmp_path: Path) -> None:
+    """tiny_cpu for one rank in place of two, cut to a few steps, from the plan to the three models."""
+    (tmp_path / "hardware.yaml").write_text(CPU)
+    folder = tmp_path / "tiny"
+    arguments = ["--recipe", "tiny_cpu", "--gpu", "here", "--gpus", "1", "--hardware", str(tmp_path / "hardware.yaml")]
+
+    def rlhf(*words: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "rlhf.cli", *words], capture_output=True, text=True, cwd=tmp_path, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    rlhf("plan", *arguments, "--emit", str(folder))
+    assert yaml.safe_load((folder / "pipeline.yaml").read_text())["num_gpus"] == 1
+    short = ["--sft.epochs", "0.2", "--reward.epochs", "0.2", "--ppo.max_steps", "2", "--ppo.eval.generate_rows", "8"]
+    rlhf("run", "--recipe", str(folder), "--out", str(tmp_path / "run"), *short)
+    stages = json.loads((tmp_path / "run" / "summary.json").read_text())["stages"]
+    assert [stage["status"] for stage in stages.values()] == ["done"] * 3

@@ -19,10 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from rlhf import heartbeat
+from rlhf import heartbeat, strict
 
 MANIFEST = "manifest.json"
 SCHEMA = 1
+_AGAIN = "Run the stage that wrote it again, or copy the folder again."
 Kind = Literal["policy", "reward", "critic"]
 
 # transformers picks weights by name, so one of these that is not in the manifest could be loaded in place of ours.
@@ -199,18 +200,18 @@ def read_manifest(folder: str | Path) -> Manifest:
             "it again, or pass the `model` folder of a finished stage."
         )
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = strict.read_json(path)
+    except (OSError, ValueError) as error:
+        raise ArtifactError(f"{folder} is damaged: {error} {_AGAIN}") from error
+    try:
         if raw["schema"] != SCHEMA:
             raise ArtifactError(
                 f"{path} has schema {raw['schema']!r}, this version reads {SCHEMA}. Use the version that wrote it, or "
                 "run the stage again."
             )
         return _from_json(folder, raw)
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise ArtifactError(
-            f"{path} is damaged ({type(error).__name__}: {error}). Run the stage that wrote it again, or copy the "
-            "folder again."
-        ) from error
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ArtifactError(f"{path} is damaged ({type(error).__name__}: {error}). {_AGAIN}") from error
 
 
 def verify(folder: str | Path, *, contents: bool = True) -> Manifest:

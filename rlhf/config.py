@@ -7,12 +7,14 @@ YAML file is the recipe, dotted flags override it; `parse_config` is the only co
 import dataclasses
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import yaml
+
+from rlhf import strict
 
 Config = TypeVar("Config")
 
@@ -433,11 +435,25 @@ def parse_config(config_class: type[Config], argv: Sequence[str] | None = None, 
     parser.add_argument("--config", action="config", help="YAML recipe of this stage.")
     parser.add_class_arguments(config_class)
     try:
+        for path in _config_paths(arguments):
+            strict.read_yaml(path)  # the parser takes the last of two equal keys and does not say so
         # Indexed, not vars(): jsonargparse stores names of its own methods, such as `update`, under another spelling.
         values = parser.instantiate(parser.parse_args(arguments))
-        return config_class(**{f.name: values[f.name] for f in dataclasses.fields(config_class)})  # type: ignore[arg-type]
-    except ValueError as error:
+        config = config_class(**{f.name: values[f.name] for f in dataclasses.fields(config_class)})  # type: ignore[arg-type]
+        for name in strict.not_finite(to_dict(config)):
+            raise ValueError(f"{name} must be a finite number.")
+    except (ValueError, OSError) as error:
         parser.error(str(error))
+    return config
+
+
+def _config_paths(arguments: Sequence[str]) -> Iterator[str]:
+    """Files that `--config` names."""
+    for flag, value in zip(arguments, [*arguments[1:], None], strict=True):
+        if flag == "--config" and value is not None:
+            yield value
+        elif flag.startswith("--config="):
+            yield flag.partition("=")[2]
 
 
 def to_dict(config: Any) -> dict[str, Any]:

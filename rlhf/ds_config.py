@@ -8,13 +8,13 @@ know and then trains at ZeRO 0, so an unknown key is an error here.
 import copy
 import dataclasses
 import difflib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any, NoReturn
 
+from rlhf import strict
 from rlhf.config import OptimConfig
 
 MICRO_BATCH_KEY = "train_micro_batch_size_per_gpu"
@@ -114,19 +114,14 @@ def load(path_or_name: str | Path) -> dict[str, Any]:
         path = Path(text)
         if not path.is_file():
             raise FileNotFoundError(f"DeepSpeed JSON {text} does not exist. Packaged names: {', '.join(names())}.")
-        content = path.read_text(encoding="utf-8")
     else:
-        packaged = resources.files("ds_configs") / f"{text}.json"
-        if not packaged.is_file():
+        path = Path(str(resources.files("ds_configs") / f"{text}.json"))
+        if not path.is_file():
             raise FileNotFoundError(
                 f"no DeepSpeed JSON is called {text!r}.{_did_you_mean(text, names())} Packaged names: "
                 f"{', '.join(names())}; or give a path that ends in .json."
             )
-        content = packaged.read_text(encoding="utf-8")
-    try:
-        raw = json.loads(content, object_pairs_hook=_no_duplicates)
-    except ValueError as error:
-        raise ValueError(f"{text}: not valid JSON: {error}.") from None
+    raw = strict.read_json(path)
     if not isinstance(raw, dict):
         raise ValueError(f"{text}: the JSON is a {type(raw).__name__}, not an object.")
     check(raw, source=text)
@@ -332,15 +327,6 @@ def _leaves(value: Any, path: str = "") -> list[tuple[str, Any]]:
     if isinstance(value, list):
         return [leaf for number, item in enumerate(value) for leaf in _leaves(item, f"{path}[{number}]")]
     return [(path, value)]
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in result:
-            raise ValueError(f"the key {key!r} stands twice")
-        result[key] = value
-    return result
 
 
 def _did_you_mean(word: str, known: list[str]) -> str:

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from rlhf import strict
 from rlhf.artifacts import FileEntry, hash_file, write_json
 
 STATE = "state"
@@ -72,7 +73,7 @@ def read_record(state: Path) -> dict[str, Any]:
     """
     path = state / RECORD
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = strict.read_json(path)
         if record["schema"] != SCHEMA:
             raise StateError(
                 f"{path} has schema {record['schema']!r}, this version reads {SCHEMA}. Use the version that wrote it."

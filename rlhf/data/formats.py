@@ -39,6 +39,10 @@ def text_of(value: Any, name: str) -> str:
     """A text column, with white space at its ends removed: templates put their own around it."""
     if not isinstance(value, str):
         raise RowError(f"`{name}` is {_type_name(value)}, not text")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise RowError(f"`{name}` holds half of a surrogate pair, which is no text") from None
     return value.strip()
 
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, cast
 
+from rlhf import strict
 from rlhf.config import SourceConfig
 from rlhf.data.formats import FORMATS, Format, format_named, recognise
 from rlhf.data.schema import Drops, Record, RowError, check_record
@@ -93,10 +94,16 @@ def data_files(path: Path) -> list[Path]:
         FileNotFoundError: no such path, or none in the folder.
         ValueError: a file with an unknown suffix.
     """
-    if path.is_file():
+    try:
+        is_file, exists = path.is_file(), path.exists()
+    except OSError as error:
+        raise FileNotFoundError(
+            f"data.sources[].path={path} cannot be looked at ({error.strerror}). Mend the path."
+        ) from error
+    if is_file:
         _suffix(path)
         return [path]
-    if not path.exists():
+    if not exists:
         raise FileNotFoundError(
             f"data.sources[].path={path} does not exist. Give a file or folder, `hub:owner/name` for a data set of the "
             f"Hugging Face hub, or one of {', '.join(BUILTIN + name for name in BUILTINS)}."
@@ -138,18 +145,15 @@ def _json_lines(text: IO[str], name: str) -> Iterator[RawRow]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"{name}:{number}: not valid JSON: {error.msg} at column {error.colno}. Mend or remove the line; a "
-                "last line like this is often an interrupted download."
-            ) from error
+            row = json.loads(line, object_pairs_hook=strict.unique)
+        except (ValueError, RecursionError) as error:
+            raise _not_json(f"{name}:{number}", error) from error
         yield f"{name}:{number}", row
 
 
 def _json_array(text: str, name: str) -> Iterator[RawRow]:
     """Elements of an array one by one, so that each has its line."""
-    decoder = json.JSONDecoder()
+    decoder = json.JSONDecoder(object_pairs_hook=strict.unique)
     # Strict about elements, lenient about the commas between them.
     after_space = re.compile(r"[^\s,]|\Z")
     position, line = text.index("[") + 1, 1
@@ -165,11 +169,17 @@ def _json_array(text: str, name: str) -> Iterator[RawRow]:
         try:
             row, position = decoder.raw_decode(text, position)
         except json.JSONDecodeError as error:
-            raise ValueError(
-                f"{name}:{error.lineno}: not valid JSON: {error.msg} at column {error.colno}. Mend the file; an end "
-                "like this is often an interrupted download."
-            ) from error
+            raise _not_json(f"{name}:{error.lineno}", error) from error
+        except (ValueError, RecursionError) as error:
+            raise _not_json(f"{name}:{line}", error) from error
         yield f"{name}:{line}", row
+
+
+def _not_json(place: str, error: ValueError | RecursionError) -> ValueError:
+    return ValueError(
+        f"{place}: {strict.json_fault(error)}. Mend or remove the row; an end like this is often an interrupted "
+        "download."
+    )
 
 
 def _read_text(file: Path, name: str) -> Iterator[RawRow]:
@@ -266,10 +276,17 @@ def _format_of(row: Mapping[str, Any], source: SourceConfig, place: str) -> Form
     if found is None:
         known = "; ".join(f"{item.name}: {' + '.join(item.columns)}" for item in FORMATS.values())
         raise ValueError(
-            f"{place}: the columns {', '.join(sorted(row)) or '(none)'} are no known format. Name them in "
+            f"{place}: the columns {_shown(sorted(row))} are no known format. Name them in "
             f"data.sources[].columns, for example {{prompt: my_question, response: my_answer}}. Known: {known}."
         )
     return found
+
+
+def _shown(names: list[str], most: int = 12) -> str:
+    """Names from a file in one line, however odd or many they are."""
+    plain = [name if name.isidentifier() else repr(name) for name in names[:most]]
+    short = [name if len(name) <= 40 else f"{name[:40]}..." for name in plain]
+    return ", ".join(short + ["..."] * (len(names) > most)) or "(none)"
 
 
 def _records(row: Mapping[str, Any], row_format: Format) -> Iterator[Record]:

@@ -6,7 +6,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
+from rlhf import strict
 
 BUILT_IN = Path(__file__).parent / "data" / "devices.yaml"
 DTYPES = ("fp32", "fp16", "bf16", "fp8", "fp4")
@@ -118,10 +118,7 @@ def with_network(device: Device, *, nics: int | None = None, nic_gbit_s: float |
 
 
 def _read(path: Path) -> dict[str, Device]:
-    try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path}: not YAML ({error}).") from error
+    raw = strict.read_yaml(path)
     if not isinstance(raw, dict) or not raw:
         raise ValueError(f"{path}: expected `name: {{...}}` of at least one device.")
     return {str(name): _device(str(name), entry, path) for name, entry in raw.items()}

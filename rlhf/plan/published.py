@@ -1,10 +1,11 @@
 """Published figures of training systems: read from the package's own file or from a user's. No torch."""
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
+
+from rlhf import strict
 
 BUILT_IN = Path(__file__).parent / "data" / "published.json"
 
@@ -68,10 +69,7 @@ def load(path: Path | None = None) -> list[Record]:
         FileNotFoundError: there is no such file.
     """
     source = BUILT_IN if path is None else path
-    try:
-        raw = json.loads(source.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{source}: not JSON ({error}).") from error
+    raw = strict.read_json(source)
     if not isinstance(raw, dict) or not isinstance(raw.get("records", raw.get("runs")), list):
         raise ValueError(f"{source}: has neither `records` nor `runs`, a list.")
     return [_record(entry, index, source) for index, entry in enumerate(_entries(raw))]

@@ -1,10 +1,11 @@
 """What decides the size, FLOPs and caches of a decoder-only model: by name, or of a Hugging Face config. No torch."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from rlhf import strict
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,7 +269,7 @@ def find_shape(name: str) -> Shape:
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         raise ValueError(f"model {name!r} is neither a folder with a config.json nor one of {', '.join(MODELS)}.")
-    try:
-        return shape_of(json.loads(path.read_text(encoding="utf-8")))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not JSON ({error}).") from error
+    config = strict.read_json(path)
+    if not isinstance(config, dict):
+        raise ValueError(f"{path}: holds a {type(config).__name__}, not a model's config. Pass its config.json.")
+    return shape_of(config)

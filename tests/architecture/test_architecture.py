@@ -35,6 +35,7 @@ LAYERS = (
         "stopping",
         "sections",
         "procfs",
+        "strict",
         "heartbeat",
         "watchdog",
         "py.typed",

@@ -43,7 +43,7 @@ def test_another_network() -> None:
         (("memory_gb: 16", "memory_gb: 0"), "memory_gb must be > 0, got 0"),
         (("fp32: 0.1", "int8: 0.1"), "peak_tflops.int8=0.1 needs one of fp32"),
         ((OWN, "- a"), "expected `name:"),
-        (("{arch", "{{arch"), "not YAML"),
+        (("{arch", "{{arch"), "not valid YAML"),
     ],
 )
 def test_errors_name_what_is_wrong(tmp_path: Path, change: tuple[str, str], said: str) -> None:

@@ -94,5 +94,5 @@ def test_errors_name_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="lacks num_hidden_layers"):
         shape_of({"model_type": "opt", "hidden_size": 4, "num_attention_heads": 2, "vocab_size": 8})
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="not JSON"):
+    with pytest.raises(ValueError, match="not valid JSON"):
         find_shape(str(tmp_path))

@@ -45,7 +45,7 @@ def test_both_forms_of_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{", "not JSON"),
+        ("{", "not valid JSON"),
         ("[]", "neither `records` nor `runs`"),
         ('{"records": [{"system": "a"}]}', "record 0 lacks"),
         ('{"records": [{"system": "a", "metric": "b", "tp": "two"}]}', "tp='two' is not a number"),

@@ -1,6 +1,7 @@
 """The embedded default as a user runs it: real launcher, two processes, three stages, report."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +12,14 @@ import pytest
 pytestmark = pytest.mark.slow
 
 
+SECRETS = {"HF_TOKEN": "hf_verysecret0", "WANDB_API_KEY": "verysecret1", "AWS_SECRET_ACCESS_KEY": "verysecret2"}
+
+
 def rlhf(*arguments: str, timeout: float = 900) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "rlhf.cli", *arguments], capture_output=True, text=True, timeout=timeout, check=False
-    )
+        [sys.executable, "-m", "rlhf.cli", *arguments], capture_output=True, text=True, timeout=timeout, check=False,
+        env={**os.environ, **SECRETS},
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -74,3 +79,11 @@ def test_a_second_run_finds_everything_done(run_dir: Path) -> None:
     again = rlhf("run", "--recipe", "tiny_cpu", "--out", str(run_dir), "--seed", "1", timeout=120)
     assert again.returncode == 0, again.stdout + again.stderr
     assert sorted(path.name for path in (run_dir / "logs").iterdir()) == logs
+
+
+def test_secrets_of_the_environment_are_written_nowhere(run_dir: Path) -> None:
+    """Neither into logs, reports and manifests nor into any other file."""
+    files = [path for path in run_dir.rglob("*") if path.is_file()]
+    assert len(files) > 50
+    found = [(path, name) for path in files for name, value in SECRETS.items() if value.encode() in path.read_bytes()]
+    assert not found

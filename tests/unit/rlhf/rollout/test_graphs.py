@@ -116,7 +116,7 @@ def test_what_cannot_be_captured_is_refused(tiny_model):
         answer(tiny_model("opt"), graphs=True, all_ranks_running=lambda running: running)
 
 
-@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
+@pytest.mark.gpu
 @pytest.mark.parametrize("num_slots", [1, 3, 7])
 def test_an_accelerators_graphs_draw_the_same(tiny_model, family, monkeypatch, num_slots):
     if family == "bloom":

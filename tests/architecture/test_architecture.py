@@ -199,6 +199,21 @@ def test_no_device_is_written_down() -> None:
                 assert not re.fullmatch(r"cuda:\d+", node.value), f"{name}: {node.value}"
 
 
+def test_f27_nothing_is_unpickled_from_data_or_models() -> None:
+    """Pickle runs what a file says. Only DeepSpeed's own files of a saved state are pickled (docs/reliability.md)."""
+    for name, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                modules = {alias.name for alias in node.names} | {getattr(node, "module", None)}
+                assert not modules & {"pickle", "dill", "cloudpickle", "shelve", "marshal"}, name
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
+                assert name == "rlhf.universal", name
+            if isinstance(node, ast.Attribute):
+                assert node.attr not in ("unsafe_load", "full_load", "UnsafeLoader", "FullLoader"), name
+            if isinstance(node, ast.keyword) and node.arg in ("allow_pickle", "trust_remote_code"):
+                raise AssertionError(f"{name}: {ast.unparse(node)}")
+
+
 @pytest.mark.parametrize("folder", sorted(path.name for path in RECIPES.iterdir() if path.is_dir()))
 def test_every_recipe_parses(folder: str) -> None:
     """pipeline.yaml, and each stage's YAML into its config class; the DeepSpeed JSON it names loads."""

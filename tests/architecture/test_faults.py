@@ -13,6 +13,7 @@ NUMBERS = {
     "C": "1 2 3 4 5 6 8 10 11 12 13 14 15 17 19 21 23",
     "D": "1 2 3 4 5 6 7 8 9 11 12 13 15 17 18 19 20 21 22 25 26 27 29 30 31 32",
     "E": "1 2 3 4 5 6 7 9 10 12 15 16 17 18 19 20 22",
+    "F": "1 2 5 9 10 11 12 13 14 18 19 20 23 24 26 27 29 30 31 32",
 }
 ROWS = [f"{letter}{number}" for letter, numbers in NUMBERS.items() for number in numbers.split()]
 
@@ -20,7 +21,7 @@ ROWS = [f"{letter}{number}" for letter, numbers in NUMBERS.items() for number in
 def entries() -> dict[str, str]:
     """Last cell of each row of the table."""
     lines = (ROOT / "docs/faults.md").read_text(encoding="utf-8").splitlines()
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if re.match(r"\| [A-E]\d", line)]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if re.match(r"\| [A-F]\d", line)]
     assert len({row[0] for row in cells}) == len(cells), "a row stands twice"
     return {row[0]: row[-1] for row in cells}
 

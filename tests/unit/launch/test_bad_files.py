@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from launch.hostfile import HostfileError, filter_hosts, read_hostfile
-from rlhf import ds_config, states
+from rlhf import cli, ds_config, states
 from rlhf.artifacts import MANIFEST, ArtifactError, Contract, read_manifest, verify, write_manifest
 from rlhf.states import RECORD, StateError
 
@@ -101,3 +101,17 @@ def test_a_manifest_with_a_value_changed(tmp_path: Path, data: st.DataObject, go
         verify(tmp_path)
     except ArtifactError as error:
         assert str(tmp_path) in str(error)
+
+
+def test_f1_a_hostfile_in_the_wrong_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A path without its flag is refused; hosts with a user's name are shown before anything starts."""
+    path = tmp_path / "hosts"
+    path.write_text("me@10.0.0.7 slots=2\nme@10.0.0.8 slots=2\n")
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["run", str(path), "--recipe"])
+    assert stop.value.code == 2
+    assert cli.main(["run", "--recipe", "tiny_cpu", "--dry-run", str(path)]) == 2
+    assert str(path) in capsys.readouterr().out
+    arguments = ["run", "--recipe", "tiny_cpu", "--dry-run", "--hostfile", str(path), "--out", str(tmp_path / "run")]
+    cli.main(arguments)
+    assert "me@10.0.0.7" in capsys.readouterr().out

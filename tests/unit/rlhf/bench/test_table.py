@@ -55,6 +55,7 @@ def test_a_goal_that_is_not_met(report: dict[str, Any]) -> None:
 
 
 def test_section_is_replaced_and_the_page_kept(tmp_path: Path) -> None:
+    """E18: a page's table is what a script wrote."""
     page = tmp_path / "page.md"
     page.write_text(f"# Title\n\n{BEGIN}\nold\n{END}\n\nafter\n")
     for text in ("one", "two"):

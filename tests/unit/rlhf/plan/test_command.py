@@ -149,6 +149,7 @@ def test_there_are_five_worked_examples() -> None:
 
 
 def test_the_validation_of_the_page_is_the_current_one() -> None:
+    """E18: what the page shows is what the command makes today."""
     text = (Path(__file__).parents[4] / "docs" / "scaling.md").read_text(encoding="utf-8")
     found = validation_markdown(validate(published.load(), load_devices()))
     assert found in text, "run: rlhf plan validate --write docs/scaling.md"

@@ -93,7 +93,7 @@ def test_the_launcher_would_start_it(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_what_does_not_fit_is_changed_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """OPT-13B's rollout of 64 rows does not fit eight devices of 80 GB beside the gathered actor."""
+    """OPT-13B's rollout of 64 rows does not fit eight devices of 80 GB beside the gathered actor: E17."""
     made, changes = make_fit(setting(), (1, 2, 3))
     assert plan_step(setting(), 3).missing > 0 >= plan_step(made, 3).missing
     assert len(changes) == 1 and changes[0].startswith("step 3: ") and "devices" not in changes[0]

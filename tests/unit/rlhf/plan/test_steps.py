@@ -147,3 +147,15 @@ def test_a_decision_in_words() -> None:
     assert "ZeRO alone" in decide(1.3e9, DEVICES["a100-80"], 8)
     assert "pipeline between machines" in decide(1e12, DEVICES["mi250x-gcd"], 3072)
     assert "slow network" in decide(30e9, DEVICES["a6000"], 256)
+
+
+def test_e16_zero3_can_need_more_memory_than_zero2() -> None:
+    """OPT-125M on two devices: ZeRO-3 saves half of the weights and gathers all of them for a rollout. Said before."""
+    found = []
+    for zero in (2, 3):
+        made = setting(2, "a100-40", "opt-125m", zero=zero)
+        whole = replace(made, ppo=replace(made.ppo, reference=replace(made.ppo.reference, zero=0)))
+        found.append(plan_step(whole, 3).memory["rollout"])
+    zero2, zero3 = found
+    assert zero2.gathered == 0 and zero3.gathered == 2 * MODELS["opt-125m"].parameters
+    assert zero3.weights + zero3.gathered > zero2.weights

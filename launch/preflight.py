@@ -4,6 +4,7 @@ All problems are found at once. A problem of this machine (a file that is not he
 not stop a dry run, which may take place on a login node.
 """
 
+import os
 import re
 import shutil
 import socket
@@ -332,6 +333,7 @@ def _machine_problems(
                     here=True,
                 )
         yield from _own_address_problems(placement, environment)
+        yield from _root_problems(placement, environment)
     elif recipe.needs_accelerator and on_cpu:
         yield Problem(
             f"recipe {recipe.name} needs accelerators, but none is visible on this machine (no device file, or "
@@ -348,6 +350,17 @@ def _machine_problems(
     if port is not None and (not placement.is_remote or is_local(placement.hosts[0].name)) and not port_is_free(port):
         yield Problem(
             f"--master_port {port} is in use on this machine. Leave the flag out, or choose another.", here=True
+        )
+
+
+def _root_problems(placement: Placement, environment: Mapping[str, str]) -> Iterator[Problem]:
+    names = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
+    allowed = "--allow-run-as-root" in placement.launcher_args or all(environment.get(name) == "1" for name in names)
+    if placement.launcher == "openmpi" and os.geteuid() == 0 and not allowed:
+        yield Problem(
+            f"mpirun does not start as root. Be another user, set {' and '.join(names)} to 1, or pass "
+            "--launcher_args=--allow-run-as-root.",
+            here=True,
         )
 
 

@@ -29,15 +29,16 @@ SHORT = (
 )  # fmt: skip
 LONG = (
     "--stages", "sft", "--sft.max_steps=100", "--sft.eval.max_rows=8", "--sft.eval.generate_rows=0",
-    "--sft.run.save_every=5", "--sft.run.watchdog.silent_seconds=8", "--sft.run.watchdog.update_seconds=15",
+    "--sft.run.save_every=5",
 )  # fmt: skip
+STRICT = ("--sft.run.watchdog.silent_seconds=8", "--sft.run.watchdog.update_seconds=15")
 AWKWARD = "a b=c =d"
 # Python runs it in every process that finds it on its path: ranks write down what reached them.
 NOTE = """
 import json, os
 if "RANK" in os.environ and "NOTES" in os.environ:
     with open(os.path.join(os.environ["NOTES"], "rank" + os.environ["RANK"]), "w") as file:
-        json.dump(dict(os.environ), file)
+        json.dump({**os.environ, "PARENT": open(f"/proc/{os.getppid()}/cmdline").read()}, file)
 """
 
 
@@ -137,6 +138,7 @@ def test_three_stages_and_what_reaches_the_ranks(
     for rank in (0, 1):
         reached = json.loads((notes / f"rank{rank}").read_text())
         assert (reached["AWKWARD"], reached["NCCL_DEBUG_SUBSYS"], reached["WORLD_SIZE"]) == (AWKWARD, "A B", "2")
+        assert AWKWARD not in reached["PARENT"], "it may be a token, and everybody sees command lines"
         assert launcher == "slurm" or rank == 0 or "UNRELATED" not in reached  # srun carries everything
     run.assert_nothing_is_left(10)
 
@@ -171,7 +173,7 @@ def inner(host: Host, process: "subprocess.Popen[str]") -> int:
 @pytest.mark.parametrize("launcher", ["pdsh", "slurm"])
 def test_a_stopped_rank_on_the_second_host(start: Callable[..., Start], launcher: str) -> None:
     run = start(launcher)
-    process = run(*LONG)
+    process = run(*LONG, *STRICT)
     beat = run.wait_for_step(3, process)
     run.hosts[1].kill(beat.pid, signal.SIGSTOP)
     out, code = ended(process, timeout=120)
@@ -192,7 +194,7 @@ def lost_hosts(two_hosts: Hosts, tmp_path: Path) -> Iterator[Hosts]:
 @pytest.mark.parametrize("how", ["power_off", "unplug"])
 def test_elastic_goes_on_with_the_host_that_is_left(lost_hosts: Hosts, tmp_path: Path, how: str) -> None:
     run = Start(lost_hosts, tmp_path)
-    process = run("--elastic", "--restarts", "1", "--restart-delay", "1", *LONG, "--sft.max_steps=20")
+    process = run("--elastic", "--restarts", "1", "--restart-delay", "1", *LONG, *STRICT, "--sft.max_steps=20")
     run.wait_for_step(7, process)
     getattr(lost_hosts[1], how)()
     out, code = ended(process)
@@ -240,7 +242,7 @@ def test_no_hostfile_is_picked_up_unasked(two_hosts: Hosts, tmp_path: Path) -> N
     place.mkdir()
     try:
         assert first.run("mount", "-t", "tmpfs", "tmpfs", str(place)).returncode == 0
-        assert first.run("sh", "-c", "echo node2 slots=1 > /job/hostfile; test -s /job/hostfile").returncode == 0
+        assert first.run("sh", "-c", "printf 'node1 slots=1\\nnode2 slots=1\\n' > /job/hostfile; test -s /job/hostfile").returncode == 0
         run = ["run", "--recipe", "tiny_cpu", "--out", str(tmp_path / "run"), "--stages", "sft", "--num_gpus", "1"]
         done = first.run(*rlhf(*run, *SHORT[:3]), timeout=300)
         assert done.returncode == 0, done.stdout

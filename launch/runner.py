@@ -175,7 +175,10 @@ class Runner:
         self._note(stage, {**record, "status": "failed", "wall_seconds": seconds})
         failure = explain(outcome, ranks, log_path)
         missing = ", but the stage wrote no result.json" if outcome.returncode == 0 and result is None else ""
-        self._tell(stage, failure, f"{failure.text}{missing}", seconds=seconds)
+        # All ranks of a run whose network is cut wait for one another; none is at fault.
+        away = preflight.hosts_without_answer(self.placement) if outcome.stuck is not None else []
+        unanswered = f" No answer from {', '.join(away)} now" if away else ""
+        self._tell(stage, failure, f"{failure.text}{missing}{unanswered}", seconds=seconds)
         return failure.exit_code, failure
 
     def _environment(self, ranks: Ranks) -> dict[str, str]:

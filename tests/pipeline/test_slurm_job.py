@@ -17,8 +17,9 @@ from tests.slurm import PROGRAMS, Slurm
 pytestmark = pytest.mark.slow
 
 FLAGS = (
-    "--recipe", "tiny_cpu", "--launcher", "slurm", "--stages", "sft", "--sft.max_steps=60", "--sft.eval.max_rows=8",
-    "--sft.eval.generate_rows=0", "--sft.run.log_every=1",
+    "--recipe", "tiny_cpu", "--launcher", "slurm", "--stages", "sft", "--sft.max_steps=60", "--sft.epochs=100",
+    "--sft.eval.max_rows=8", "--sft.eval.generate_rows=0", "--sft.run.log_every=1",
+    '--sft.data.sources=[{"path": "builtin:politeness", "options": {"rows": 500, "seed": 0, "responses": 1}}]',
 )  # fmt: skip
 
 

@@ -14,9 +14,9 @@ for program in "${!packages[@]}"; do
 done
 ((${#missing[@]})) || exit 0
 
-skipped="the tests on emulated hosts that need ${missing[*]} will be skipped"
+skipped="the tests on emulated hosts that need them will be skipped"
 if [[ $(id -u) != 0 ]] || ! command -v apt-get > /dev/null; then
-  echo "install_programs.sh: not root, or no apt-get: $skipped"
+  echo "install_programs.sh: not root, or no apt-get, to install ${missing[*]}: $skipped"
   exit 0
 fi
 policy=/usr/sbin/policy-rc.d
@@ -27,10 +27,13 @@ if [[ ! -e $policy ]]; then # what Debian asks before it starts the service of a
 fi
 export DEBIAN_FRONTEND=noninteractive
 log=$(mktemp)
-if apt-get update > "$log" 2>&1 && apt-get install --yes --no-install-recommends "${missing[@]}" >> "$log" 2>&1; then
-  echo "install_programs.sh: installed ${missing[*]}"
-else
-  tail -n 5 "$log"
-  echo "install_programs.sh: $skipped"
-fi
+apt-get update > "$log" 2>&1 || tail -n 3 "$log"
+for package in "${missing[@]}"; do # one by one: a distribution may lack some
+  if apt-get install --yes --no-install-recommends "$package" > "$log" 2>&1; then
+    echo "install_programs.sh: installed $package"
+  else
+    tail -n 1 "$log"
+    echo "install_programs.sh: cannot install $package: $skipped"
+  fi
+done
 rm -f "$log"

@@ -9,6 +9,7 @@ Nothing has a name outside of the test's folder: a host is gone when its first p
 
 import contextlib
 import os
+import pwd
 import shutil
 import signal
 import subprocess
@@ -80,6 +81,9 @@ def lacking(*programs: str, namespaces: bool = True) -> str:
     missing = [name for name in ("sshd", "ssh", "ssh-keygen", *programs) if shutil.which(name, path=search) is None]
     if missing:
         return f"not installed: {', '.join(missing)}"
+    shell = pwd.getpwuid(os.geteuid()).pw_shell
+    if Path(shell).name in ("nologin", "false"):
+        return f"nobody can log in as this user, whose shell is {shell}"
     if not namespaces:
         return ""
     if os.geteuid() != 0:
@@ -279,7 +283,7 @@ def loopback(folder: Path, count: int = 2) -> Iterator[Loopback]:
                 Path("/run/sshd").mkdir(
                     mode=0o755, exist_ok=True
                 )  # sshd's own, empty; without it root's does not start
-            started.append(_start(["/usr/sbin/sshd", "-D", "-f", str(sshd_config)], log=folder / f"{name}.log"))
+            started.append(_start(["/usr/sbin/sshd", "-D", "-e", "-f", str(sshd_config)], log=folder / f"{name}.log"))
         hosts = Loopback(names, addresses, {**os.environ, "PATH": path})
         for name in names:
             argv = [str(programs / "ssh"), "-o", "BatchMode=yes", name, "true"]

@@ -22,9 +22,9 @@ pytestmark = pytest.mark.slow
 
 LAUNCHERS = ("pdsh", "openmpi", "slurm")
 # The recipe's task with 500 rows instead of 10,000.
-ROWS = '[{"path": "builtin:politeness", "options": {"rows": 500, "seed": 0}}]'
+ROWS = '[{"path":"builtin:politeness","options":{"rows":500,"seed":0}}]'
 SFT = (
-    '--sft.data.sources=[{"path": "builtin:politeness", "options": {"rows": 500, "seed": 0, "responses": 1}}]',
+    '--sft.data.sources=[{"path":"builtin:politeness","options":{"rows":500,"seed":0,"responses":1}}]',
     "--sft.epochs=100", "--sft.eval.max_rows=8", "--sft.eval.generate_rows=0",
 )  # fmt: skip
 SHORT = (

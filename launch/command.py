@@ -7,15 +7,19 @@ What DeepSpeed 0.19's launcher does by itself and is kept from doing here:
 - With one host left it starts on this machine, whatever the host's name. A remote host gets --force_multi.
 - Over pdsh it carries only a few variables and quotes neither arguments nor values. Ours go through DS_ENV_FILE after a
   check that they hold nothing a shell would expand.
+- Its OpenMPI launcher takes no filters, its Slurm launcher names no hosts without one, and both leave it to MPI to tell
+  ranks who they are. They get a hostfile of the hosts and slots that are left, and launch/start_rank.py as the program.
 """
 
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from launch.placement import Placement
+from launch.start_rank import ASK_RANK_0
 
 NO_HOSTFILE = "/dev/null"
 """`--hostfile` of a run on this machine: not a regular file, so deepspeed reads none, /job/hostfile included."""
@@ -23,8 +27,18 @@ NO_HOSTFILE = "/dev/null"
 CARRIED_PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_", "DS_", "OMP_", "RLHF_")
 """Variables of this shell that remote ranks get too."""
 
+_CARRIED_BY_DEEPSPEED = ("PYTHON", "MLFLOW", "MV2", "UCX")
+_START_RANK = Path(__file__).with_name("start_rank.py")
+_OWN_LAUNCHER_ARGUMENTS = {
+    # One core for each rank, mpirun's default, would hold all threads of a rank.
+    "openmpi": "--bind-to none",
+    # Without it srun waits for the ranks that wait for the one that failed.
+    "slurm": "--kill-on-bad-exit=1 --cpu-bind=none --distribution=block --ntasks-per-node={slots}",
+}
+
 _SHELL_SAFE_ARGUMENT = re.compile(r"[\w@%+=:,./-]+", re.ASCII)
 _EXPANDED_IN_QUOTES = re.compile(r"[\"$`\\!\n\r\0]")
+_LINE_BREAKS = re.compile(r"[\n\r\0]")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -49,27 +63,73 @@ def stage_command(
         CommandError: an argument holds characters that a remote shell would interpret.
     """
     argv = [python, "-m", "deepspeed.launcher.runner", "-q"]
+    program = ["--module", module, "--config", str(config_path)]
+    if placement.is_remote and placement.launcher != "pdsh":
+        return [*argv, *_through(placement, port, rank_logs), module, *program[2:]]
     argv += ["--hostfile", str(placement.hostfile) if placement.hostfile else NO_HOSTFILE]
-    if placement.num_gpus is not None:
-        argv += ["--num_gpus", str(placement.num_gpus)]
-    if placement.include:
-        argv += ["--include", placement.include]
-    if placement.exclude:
-        argv += ["--exclude", placement.exclude]
+    given = {
+        "--num_gpus": placement.num_gpus,
+        "--include": placement.include,
+        "--exclude": placement.exclude,
+        "--master_addr": placement.master_addr,
+    }
+    for flag, value in given.items():
+        argv += [flag, str(value)] if value else []
     if placement.is_remote and len(placement.hosts) == 1:
         argv.append("--force_multi")
-    if placement.master_addr:
-        argv += ["--master_addr", placement.master_addr]
+    if placement.is_remote and placement.launcher_args:
+        argv.append(f"--launcher_args={placement.launcher_args}")
     argv += ["--enable_each_rank_log", str(rank_logs)]
-    argv += ["--master_port", str(port), "--no_local_rank", "--module", module, "--config", str(config_path)]
+    argv += ["--master_port", str(port), "--no_local_rank", *program]
     if placement.is_remote:
-        for argument in argv:
-            if not _SHELL_SAFE_ARGUMENT.fullmatch(argument):
-                raise CommandError(
-                    f"{argument!r} would be read by the remote machines' shells, because pdsh does not quote. "
-                    "Use paths of letters, digits and @%+=:,./-_ only."
-                )
+        _check_for_shells(argv)
     return argv
+
+
+def _check_for_shells(argv: Sequence[str]) -> None:
+    for argument in argv:
+        if not _SHELL_SAFE_ARGUMENT.fullmatch(argument) and not argument.startswith("--launcher_args="):
+            raise CommandError(
+                f"{argument!r} would be read by the remote machines' shells, because pdsh does not quote. "
+                "Use paths of letters, digits and @%+=:,./-_ only."
+            )
+
+
+def _through(placement: Placement, port: int, rank_logs: Path) -> list[str]:
+    """Arguments of deepspeed's OpenMPI and Slurm launchers up to the module's name; neither is a shell in between."""
+    own = _OWN_LAUNCHER_ARGUMENTS[placement.launcher].format(slots=len(placement.hosts[0].slots))
+    argv = ["--hostfile", str(hostfile_path(rank_logs)), "--launcher", placement.launcher, "--force_multi"]
+    argv.append(f"--launcher_args={own} {placement.launcher_args}".rstrip())
+    if placement.launcher == "slurm":
+        argv += ["--include", "@".join(host.name for host in placement.hosts)]
+    # With an address deepspeed does not ask the first host for one; this machine need not reach it through ssh at all.
+    first = placement.master_addr or placement.hosts[0].name.rpartition("@")[2]
+    argv += ["--no_ssh_check", "--master_addr", first, "--master_port", str(port), str(_START_RANK)]
+    # Slurm puts rank 0 on the host that comes first in its own list.
+    asked = ASK_RANK_0 if placement.launcher == "slurm" and placement.master_addr is None else first
+    return [*argv, placement.launcher, asked, str(port), str(rank_logs), str(variables_path(rank_logs))]
+
+
+def hostfile_path(rank_logs: Path) -> Path:
+    """The hosts and slots of one attempt, for the launchers that take no filters."""
+    return rank_logs / "hostfile"
+
+
+def variables_path(rank_logs: Path) -> Path:
+    """Variables of the ranks on other machines: a file of the run folder, whose logs/ holds `rank_logs`."""
+    return rank_logs.parent.parent / "deepspeed_env"
+
+
+def check_launcher_args(text: str) -> None:
+    """Check --launcher_args.
+
+    Raises:
+        CommandError: deepspeed could not take it apart.
+    """
+    try:
+        shlex.split(text)
+    except ValueError as error:
+        raise CommandError(f"--launcher_args {text!r}: {error}. Close the quote.") from None
 
 
 def stage_environment(
@@ -100,30 +160,40 @@ def stage_environment(
 
 
 def remote_variables(
-    environment: Mapping[str, str], recipe: Mapping[str, str], files: Sequence[Path]
+    environment: Mapping[str, str], recipe: Mapping[str, str], files: Sequence[Path], *, through_shell: bool = True
 ) -> dict[str, str]:
     """Variables that ranks on other machines get: the user's .deepspeed_env files, ours by prefix, and the recipe's.
+
+    Args:
+        environment: of the launcher.
+        recipe: `environment` of pipeline.yaml.
+        files: the user's.
+        through_shell: values pass a shell on the other machines (pdsh); without one, deepspeed's variables are ours.
 
     Raises:
         CommandError: a line is no assignment, or a value holds what a remote shell would expand. Values are not
             printed: they may be tokens.
     """
+    prefixes = CARRIED_PREFIXES if through_shell else (*CARRIED_PREFIXES, *_CARRIED_BY_DEEPSPEED)
     carried: dict[str, str] = {}
     places: dict[str, str] = {}
     for path in files:
         for number, name, value in _assignments(path):
             carried[name], places[name] = value, f"{path}:{number}: "
     for name in sorted(environment):
-        if name.startswith(CARRIED_PREFIXES) or name in recipe:
+        if name.startswith(prefixes) or name in recipe:
             carried[name] = environment[name]
             places.pop(name, None)
     carried.pop("DS_ENV_FILE", None)
-    for name, value in carried.items():
-        if _EXPANDED_IN_QUOTES.search(value):
+    theirs = {name: value for name, value in environment.items() if name.startswith(_CARRIED_BY_DEEPSPEED)}
+    for name, value in {**theirs, **carried}.items():
+        if through_shell and _EXPANDED_IN_QUOTES.search(value):
             raise CommandError(
                 f"{places.get(name, '')}environment variable {name} holds a quote, $, `, \\, ! or line break, which "
                 "the remote shells would expand. Set it on the machines themselves, or take it out here."
             )
+        if _LINE_BREAKS.search(value):
+            raise CommandError(f"environment variable {name} holds a line break. Set it on the machines themselves.")
     return carried
 
 

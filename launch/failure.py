@@ -23,6 +23,11 @@ _OUT_OF_MEMORY = re.compile(
 _CAUSED_BY_OTHERS = re.compile(
     r"^Dist\w*Error\b|gloo|Connection (?:closed|reset) by peer|failed on rank \d+|Broken pipe|NCCL", re.IGNORECASE
 )
+# What mpirun and srun say about a rank that a signal has ended; srun has the signal's words, not its number.
+_ENDED_BY_SIGNAL = (
+    re.compile(r"process rank (?P<rank>\d+) with PID \d+ on node \S+ exited on signal (?P<number>\d+)"),
+    re.compile(r"^srun: error: \S+: task (?P<rank>\d+): (?P<words>[A-Z][a-z]+(?: [a-z]+)*)", re.MULTILINE),
+)
 _FAILED_HOST = re.compile(r"^pdsh@\S+: (\S+): ssh exited with exit code \d+$", re.MULTILINE)
 
 
@@ -88,12 +93,27 @@ def _culprit(outcome: Outcome, beats: Mapping[int, Beat], log_text: str) -> tupl
         return first_raised.rank, f"rank {first_raised.rank} {verb}: {first_raised.error}"
     if outcome.rank_exit is not None:
         return outcome.rank_exit.rank, describe_failure(outcome, log_text)
+    ended = _ended_by_signal(log_text)
+    if ended is not None:
+        return ended[0], f"rank {ended[0]} ended with {describe_code(-ended[1])}"
     text = describe_failure(outcome, log_text)
     lost = _lost_ranks(_FAILED_HOST.findall(log_text), beats)
     if not lost:
         return None, text
     names = ", ".join(map(str, lost))
     return lost[0], f"{text}; rank{'s' if len(lost) > 1 else ''} {names} of it left no word"
+
+
+def _ended_by_signal(log_text: str) -> tuple[int, int] | None:
+    """Rank and signal of the first that mpirun or srun names; SIGTERM is theirs."""
+    numbers = {signal.strsignal(number): int(number) for number in signal.valid_signals()}
+    for pattern in _ENDED_BY_SIGNAL:
+        for match in pattern.finditer(log_text):
+            words = match.groupdict()
+            number = int(words["number"]) if "number" in words else numbers.get(words["words"], signal.SIGTERM)
+            if number != signal.SIGTERM:
+                return int(words["rank"]), number
+    return None
 
 
 def _lost_ranks(hosts: Sequence[str], beats: Mapping[int, Beat]) -> list[int]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from launch.hostfile import Host, filter_hosts, is_local, read_hostfile
 
+LAUNCHERS = ("pdsh", "openmpi", "slurm")
 _ACCELERATOR_FILES = ("nvidia[0-9]*", "kfd", "dxg", "davinci[0-9]*", "accel/accel*", "dri/renderD*")
 
 
@@ -33,6 +34,10 @@ class Placement:
     """Address of rank 0; None: this machine, or the first host's first address."""
     master_port: int | None = None
     """Port of rank 0; None: a free one for each stage."""
+    launcher: str = "pdsh"
+    """What deepspeed starts ranks on other machines with."""
+    launcher_args: str = ""
+    """More arguments of pdsh, mpirun or srun."""
 
     @property
     def world_size(self) -> int:
@@ -41,7 +46,7 @@ class Placement:
 
     @property
     def is_remote(self) -> bool:
-        """Whether ranks are started through ssh."""
+        """Whether ranks are started on other machines too."""
         return self.hostfile is not None
 
     def __str__(self) -> str:
@@ -59,6 +64,8 @@ class PlacementFlags:
     exclude: str = ""
     master_addr: str | None = None
     master_port: int | None = None
+    launcher: str = "pdsh"
+    launcher_args: str = ""
 
 
 def place(
@@ -102,6 +109,7 @@ def place(
                     "hostfile."
                 )
         hosts = tuple(replace(host, slots=host.slots[: flags.num_gpus]) for host in hosts)
+    _check_launcher(flags.launcher, hosts)
     if len(hosts) == 1 and is_local(hosts[0].name):
         return _here(hosts[0].slots, whole=not (flags.include or flags.exclude), flags=flags)
     return Placement(
@@ -112,6 +120,8 @@ def place(
         exclude=flags.exclude,
         master_addr=flags.master_addr,
         master_port=flags.master_port,
+        launcher=flags.launcher,
+        launcher_args=flags.launcher_args,
     )
 
 
@@ -124,6 +134,29 @@ def _check_flags(flags: PlacementFlags) -> None:
         raise PlacementError(f"--num_gpus {flags.num_gpus} and {flag} exclude each other. Give one of them.")
     if flags.master_port is not None and not 1 <= flags.master_port <= 65535:
         raise PlacementError(f"--master_port must be in [1, 65535], got {flags.master_port}.")
+    if flags.launcher not in LAUNCHERS:
+        raise PlacementError(f"--launcher must be one of {', '.join(LAUNCHERS)}, got {flags.launcher}.")
+    if flags.hostfile is None and (flags.launcher != "pdsh" or flags.launcher_args):
+        raise PlacementError(
+            "--launcher and --launcher_args are about other machines: they need --hostfile. Pass it, or drop them."
+        )
+
+
+def _check_launcher(launcher: str, hosts: Sequence[Host]) -> None:
+    """mpirun and srun count ranks; they do not choose slots. DeepSpeed's Slurm launcher counts them over all hosts."""
+    if launcher == "pdsh":
+        return
+    for host in hosts:
+        if host.slots != tuple(range(len(host.slots))):
+            raise PlacementError(
+                f"--launcher {launcher} starts ranks on the first slots of a host, not on {list(host.slots)} of "
+                f"{host.name}. Choose whole hosts or --num_gpus, or use --launcher pdsh."
+            )
+    if launcher == "slurm" and len({len(host.slots) for host in hosts}) > 1:
+        raise PlacementError(
+            f"--launcher slurm starts equally many ranks on each host, not {', '.join(map(str, hosts))}. Make the "
+            "slots equal, or use --launcher pdsh."
+        )
 
 
 def _check_deployment(deployment: str, listed: Sequence[Host], hosts: Sequence[Host], hostfile: Path) -> None:

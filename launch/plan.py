@@ -94,7 +94,13 @@ def make_plan(options: RunOptions, environment: Mapping[str, str] | None = None)
             path = config_path(run_dir, stage)
             command.stage_command(stage.module, path, where, port=1, rank_logs=rank_folder(run_dir, stage, 1))
         if where.is_remote:
-            command.remote_variables(ranks_environment, recipe.environment, command.user_variable_files())
+            command.check_launcher_args(where.launcher_args)
+            command.remote_variables(
+                ranks_environment,
+                recipe.environment,
+                command.user_variable_files(),
+                through_shell=where.launcher == "pdsh",
+            )
     except (PlacementError, HostfileError, command.CommandError) as error:
         problems.append(str(error))
     problems += _restart_problems(options)

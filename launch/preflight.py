@@ -4,6 +4,8 @@ All problems are found at once. A problem of this machine (a file that is not he
 not stop a dry run, which may take place on a login node.
 """
 
+import os
+import re
 import shutil
 import socket
 import subprocess
@@ -25,6 +27,12 @@ from step3_ppo.config import PPOConfig
 
 _BUILTIN_TASKS = ("politeness",)
 _SPARE_BYTES = 256 * 2**20
+# Programs that deepspeed's launchers call, and Debian's packages with them.
+_PROGRAMS = {
+    "pdsh": {"pdsh": "pdsh", "ssh": "openssh-client"},
+    "openmpi": {"mpirun": "openmpi-bin", "ompi_info": "openmpi-bin", "ssh": "openssh-client"},
+    "slurm": {"srun": "slurm-client", "sinfo": "slurm-client"},
+}
 
 
 @dataclass(frozen=True)
@@ -77,22 +85,27 @@ def check(
 
 
 def unreachable_hosts(placement: Placement) -> list[Problem]:
-    """Hosts of the placement that do not answer ssh without a password; DeepSpeed looks at the first one only."""
+    """Hosts of the placement on which the launcher cannot start anything; DeepSpeed looks at the first one only."""
     lines = {host.name: f"{placement.hostfile}:{host.line}: " if host.line else "" for host in placement.hosts}
-    return [
-        Problem(
-            f"{lines[name]}host {name} does not answer `ssh -o BatchMode=yes {name} true`. Set up ssh without a "
-            "password to it, also from a host to itself, or leave it out with --exclude.",
-            here=True,
+    if placement.launcher == "slurm":
+        text = (
+            "{}host {} is no node that `sinfo` shows as up. Use names of Slurm's nodes, or leave it out with --exclude."
         )
-        for name in hosts_without_answer(placement)
-    ]
+    else:
+        text = (
+            "{}host {} does not answer `ssh -o BatchMode=yes {} true`. Set up ssh without a password to it, also from "
+            "a host to itself, or leave it out with --exclude."
+        )
+    return [Problem(text.format(lines[name], name, name), here=True) for name in hosts_without_answer(placement)]
 
 
 def hosts_without_answer(placement: Placement, *, timeout_seconds: int = 8) -> list[str]:
-    """Names of hosts that cannot be reached through ssh now; none for a run on this machine."""
+    """Names of hosts that cannot be reached now, through ssh or by what Slurm knows; none for a run on this machine."""
     if not placement.is_remote:
         return []
+    names = [host.name for host in placement.hosts]
+    if placement.launcher == "slurm":
+        return _slurm_nodes_down(names, timeout_seconds)
 
     def answers(name: str) -> bool:
         argv = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={timeout_seconds}", name, "true"]
@@ -101,10 +114,20 @@ def hosts_without_answer(placement: Placement, *, timeout_seconds: int = 8) -> l
         except (OSError, subprocess.TimeoutExpired):
             return False
 
-    names = [host.name for host in placement.hosts]
     with ThreadPoolExecutor(max_workers=32) as pool:
         reached = list(pool.map(answers, names))
     return [name for name, ok in zip(names, reached, strict=True) if not ok]
+
+
+def _slurm_nodes_down(names: Sequence[str], timeout_seconds: int) -> list[str]:
+    """Nodes that Slurm does not know, that are down, or whose daemon does not respond (a `*` after the state)."""
+    argv = ["sinfo", "--noheader", "--Node", "--format=%N %T", f"--nodes={','.join(names)}"]
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=timeout_seconds + 5, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return list(names)
+    states = {node: state for node, state in (line.split() for line in done.stdout.splitlines())}
+    return [name for name in names if re.match(r"(?:down|drained|fail|unknown)\b|\w*\*|$", states.get(name, ""))]
 
 
 def _prefix(stage: Stage, problems: Iterator[Problem]) -> Iterator[Problem]:
@@ -302,7 +325,7 @@ def _machine_problems(
     recipe: Recipe, placement: Placement, environment: Mapping[str, str], *, on_cpu: bool
 ) -> Iterator[Problem]:
     if placement.is_remote:
-        for program, package in (("pdsh", "pdsh"), ("ssh", "openssh-client")):
+        for program, package in _PROGRAMS[placement.launcher].items():
             if shutil.which(program) is None:
                 yield Problem(
                     f"{program} is not installed, and deepspeed starts ranks on other machines with it. Install it "
@@ -310,6 +333,7 @@ def _machine_problems(
                     here=True,
                 )
         yield from _own_address_problems(placement, environment)
+        yield from _root_problems(placement, environment)
     elif recipe.needs_accelerator and on_cpu:
         yield Problem(
             f"recipe {recipe.name} needs accelerators, but none is visible on this machine (no device file, or "
@@ -326,6 +350,17 @@ def _machine_problems(
     if port is not None and (not placement.is_remote or is_local(placement.hosts[0].name)) and not port_is_free(port):
         yield Problem(
             f"--master_port {port} is in use on this machine. Leave the flag out, or choose another.", here=True
+        )
+
+
+def _root_problems(placement: Placement, environment: Mapping[str, str]) -> Iterator[Problem]:
+    names = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
+    allowed = "--allow-run-as-root" in placement.launcher_args or all(environment.get(name) == "1" for name in names)
+    if placement.launcher == "openmpi" and os.geteuid() == 0 and not allowed:
+        yield Problem(
+            f"mpirun does not start as root. Be another user, set {' and '.join(names)} to 1, or pass "
+            "--launcher_args=--allow-run-as-root.",
+            here=True,
         )
 
 

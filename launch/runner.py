@@ -150,7 +150,7 @@ class Runner:
         ):
             outcome = process.run_watched(
                 argv,
-                environment=self._environment(ranks.variables),
+                environment=self._environment(ranks),
                 log_path=log_path,
                 interrupt=self.interrupt,
                 on_tick=tick,
@@ -175,21 +175,30 @@ class Runner:
         self._note(stage, {**record, "status": "failed", "wall_seconds": seconds})
         failure = explain(outcome, ranks, log_path)
         missing = ", but the stage wrote no result.json" if outcome.returncode == 0 and result is None else ""
-        self._tell(stage, failure, f"{failure.text}{missing}", seconds=seconds)
+        # All ranks of a run whose network is cut wait for one another; none is at fault.
+        away = preflight.hosts_without_answer(self.placement) if outcome.stuck is not None else []
+        unanswered = f" No answer from {', '.join(away)} now" if away else ""
+        self._tell(stage, failure, f"{failure.text}{missing}{unanswered}", seconds=seconds)
         return failure.exit_code, failure
 
-    def _environment(self, watch: Mapping[str, str]) -> dict[str, str]:
-        """The launcher's environment; for other machines also the file that deepspeed carries variables from."""
-        environment = {**self.plan.environment, **watch}
+    def _environment(self, ranks: Ranks) -> dict[str, str]:
+        """The launcher's environment; for other machines also the files that ranks get hosts and variables from."""
+        environment = {**self.plan.environment, **ranks.variables}
         if not self.placement.is_remote:
             environment.pop("CUDA_VISIBLE_DEVICES", None)  # its devices are in --include or --num_gpus
             return environment
-        variables = command.remote_variables(environment, self.plan.recipe.environment, command.user_variable_files())
-        path = self.plan.run_dir / "deepspeed_env"
+        by_pdsh = self.placement.launcher == "pdsh"
+        variables = command.remote_variables(
+            environment, self.plan.recipe.environment, command.user_variable_files(), through_shell=by_pdsh
+        )
+        path = command.variables_path(ranks.folder)
         path.unlink(missing_ok=True)
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:  # may hold tokens
             file.write("".join(f"{name}={value}\n" for name, value in variables.items()))
-        environment["DS_ENV_FILE"] = str(path)
+        hosts = "".join(f"{host}\n" for host in self.placement.hosts)
+        command.hostfile_path(ranks.folder).write_text(hosts, encoding="utf-8")
+        # The others would show the values in command lines, with quotes added; launch/start_rank.py reads the file.
+        environment["DS_ENV_FILE"] = str(path) if by_pdsh else os.devnull
         return environment
 
     def _tell(self, stage: Stage, failure: Failure, how: str, *, seconds: float) -> None:

@@ -93,6 +93,10 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         "--master_addr", metavar="ADDRESS", help="address of rank 0 (default: the first host's first one)"
     )
     group.add_argument("--master_port", type=int, metavar="PORT", help="port of rank 0 (default: a free one)")
+    group.add_argument(
+        "--launcher", default="pdsh", metavar="NAME", help="what starts ranks there: pdsh (default), openmpi or slurm"
+    )
+    group.add_argument("--launcher_args", default="", metavar="ARGS", help="more arguments of pdsh, mpirun or srun")
     group = parser.add_argument_group("again")
     group.add_argument(
         "--resume", nargs="?", const="all", choices=("all", "weights"),
@@ -162,6 +166,8 @@ def _run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
                 exclude=arguments.exclude,
                 master_addr=arguments.master_addr,
                 master_port=arguments.master_port,
+                launcher=arguments.launcher,
+                launcher_args=arguments.launcher_args,
             ),
             resume=arguments.resume is not None,
             resume_weights_only=arguments.resume == "weights",

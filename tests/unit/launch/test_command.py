@@ -1,10 +1,11 @@
 """Argument list and environment of a stage. Fault row F1: nothing depends on where a flag stands."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from launch.command import CommandError, remote_variables, stage_command, stage_environment
+from launch.command import CommandError, check_launcher_args, remote_variables, stage_command, stage_environment
 from launch.hostfile import Host
 from launch.placement import Placement
 
@@ -52,6 +53,42 @@ def test_remote_arguments_cannot_reach_a_shell(name: str) -> None:
     stage_command("m", Path("/runs") / name, LOCAL, port=1, rank_logs=LOGS)  # no shell on this machine
 
 
+@pytest.mark.parametrize(
+    ("launcher", "arguments", "asked"),
+    [
+        ("openmpi", "--bind-to none --x 'a b'", "node1"),
+        (
+            "slurm",
+            "--kill-on-bad-exit=1 --cpu-bind=none --distribution=block --ntasks-per-node=1 --x 'a b'",
+            "-",
+        ),
+    ],
+)
+def test_other_launchers(launcher: str, arguments: str, asked: str) -> None:
+    """They get the hosts that are left as a hostfile, and a program that tells ranks who they are."""
+    placement = replace(REMOTE, launcher=launcher, launcher_args="--x 'a b'", exclude="node3", num_gpus=1)
+    logs = Path("/a run/logs/step1_sft.1")
+    argv = stage_command("step1_sft.train", Path("/a run/c.yaml"), placement, port=9, rank_logs=logs)
+    assert argv[argv.index("--hostfile") + 1] == "/a run/logs/step1_sft.1/hostfile"
+    assert argv[argv.index("--launcher") + 1] == launcher and f"--launcher_args={arguments}" in argv
+    assert not {"--num_gpus", "--exclude", "--enable_each_rank_log"} & set(argv)
+    assert ("--include" in argv) == (launcher == "slurm")
+    if launcher == "slurm":  # without it srun takes any hosts
+        assert argv[argv.index("--include") + 1] == "node1@node2"
+    program = next(i for i, argument in enumerate(argv) if argument.endswith("start_rank.py"))
+    assert argv[program + 1 :] == [
+        launcher, asked, "9", str(logs), "/a run/deepspeed_env", "step1_sft.train", "--config", "/a run/c.yaml",
+    ]  # fmt: skip
+    named = stage_command("m", Path("/c"), replace(placement, master_addr="10.0.0.1"), port=9, rank_logs=logs)
+    assert named.count("10.0.0.1") == 2 and "-" not in named
+
+
+def test_launcher_arguments_that_do_not_come_apart() -> None:
+    check_launcher_args("--mca btl_tcp_if_include 'ib0,ib1'")
+    with pytest.raises(CommandError, match="--launcher_args .*No closing quotation"):
+        check_launcher_args("--x 'a")
+
+
 def test_environment_of_a_cpu_machine() -> None:
     environment = stage_environment({"PATH": "/bin"}, {"X": "1"}, accelerator_visible=False, source_root=Path("/src"))
     assert environment["DS_ACCELERATOR"] == "cpu" and environment["OMP_NUM_THREADS"] == "1"
@@ -91,6 +128,21 @@ def test_remote_values_cannot_reach_a_shell(value: str) -> None:
     with pytest.raises(CommandError, match="HF_TOKEN holds") as caught:
         remote_variables({"HF_TOKEN": value}, {}, [])
     assert value not in str(caught.value).replace("a quote, $, `, \\, !", "")  # it may be a token
+
+
+@pytest.mark.parametrize("name", ["PYTHONPATH", "UCX_TLS", "MLFLOW_URI"])
+def test_variables_that_deepspeed_carries_by_itself_cannot_reach_a_shell(name: str) -> None:
+    with pytest.raises(CommandError, match=f"environment variable {name} holds"):
+        remote_variables({name: "/a:$(touch x)"}, {}, [])
+    assert name not in remote_variables({name: "/a b"}, {}, [])  # its own copy has this directory in front
+
+
+def test_without_a_shell_only_a_line_break_is_refused() -> None:
+    values = {"HF_TOKEN": 'a "$b" \\', "PYTHONPATH": "/a b:/c", "HOME": "/root"}
+    carried = remote_variables(values, {}, [], through_shell=False)
+    assert carried == {"HF_TOKEN": values["HF_TOKEN"], "PYTHONPATH": "/a b:/c"}
+    with pytest.raises(CommandError, match="HF_TOKEN holds a line break"):
+        remote_variables({"HF_TOKEN": "a\nb"}, {}, [], through_shell=False)
 
 
 def test_blanks_and_equals_signs_reach_the_remote_shell_whole(tmp_path: Path) -> None:

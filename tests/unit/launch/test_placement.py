@@ -60,6 +60,9 @@ def test_local_include(gpus: Path, tmp_path: Path) -> None:
         ({"num_gpus": 0}, "--num_gpus must be >= 1"),
         ({"num_gpus": 1, "include": "localhost:0"}, "exclude each other"),
         ({"master_port": 70000}, r"--master_port must be in"),
+        ({"launcher": "mpich"}, "--launcher must be one of pdsh, openmpi, slurm, got mpich"),
+        ({"launcher": "slurm"}, "they need --hostfile"),
+        ({"launcher_args": "-x"}, "they need --hostfile"),
     ],
 )
 def test_contradictions(tmp_path: Path, flags: dict, message: str) -> None:
@@ -150,3 +153,17 @@ def test_ports() -> None:
         holder.bind(("", port))
         holder.listen()
         assert not port_is_free(port)
+
+
+def test_launchers_that_count_ranks(hostfile: Path, tmp_path: Path) -> None:
+    """mpirun and srun have no way to start on slot 1 alone; DeepSpeed's Slurm launcher none for unequal hosts."""
+    for launcher in ("openmpi", "slurm"):
+        placement = here(PlacementFlags(hostfile=hostfile, launcher=launcher, launcher_args="-x", num_gpus=1), tmp_path)
+        assert (placement.launcher, placement.launcher_args, placement.world_size) == (launcher, "-x", 2)
+        with pytest.raises(PlacementError, match=rf"--launcher {launcher} .* not on \[1\] of node1.invalid"):
+            here(PlacementFlags(hostfile=hostfile, launcher=launcher, include="node1.invalid:1"), tmp_path)
+    uneven = {"hostfile": hostfile, "include": "node1.invalid@node2.invalid:0"}
+    with pytest.raises(PlacementError, match="equally many ranks on each host, not node1.invalid slots=2, node2"):
+        here(PlacementFlags(launcher="slurm", **uneven), tmp_path)
+    assert here(PlacementFlags(launcher="openmpi", **uneven), tmp_path).world_size == 3
+    assert here(PlacementFlags(launcher="pdsh", hostfile=hostfile, include="node1.invalid:1"), tmp_path).is_remote

@@ -1,5 +1,6 @@
 """What is found before a process is started: one message each, all at once. Fault row F9 (artifacts)."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -174,3 +175,30 @@ def test_hosts_that_do_not_answer_are_named_with_their_line(tmp_path: Path, monk
     (problem,) = preflight.unreachable_hosts(placement)
     assert problem.text.startswith("/nodes:4: host node2 does not answer `ssh -o BatchMode=yes node2 true`.")
     assert preflight.hosts_without_answer(LOCAL) == []
+
+
+def test_slurm_nodes_that_are_down_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As sinfo 22.05 writes them; a `*` is a daemon that does not respond. ssh is not asked."""
+    sinfo = tmp_path / "bin" / "sinfo"
+    sinfo.parent.mkdir()
+    sinfo.write_text("#!/bin/sh\nprintf 'n1 idle\\nn2 down*\\nn3 mixed\\nn4 idle*\\nn5 drained\\nn6 draining\\n'\n")
+    sinfo.chmod(0o755)
+    monkeypatch.setenv("PATH", str(sinfo.parent), prepend=":")
+    hosts = tuple(Host(f"n{i}", (0,), i) for i in range(1, 8))
+    placement = Placement(hosts=hosts, hostfile=Path("/nodes"), launcher="slurm")
+    assert preflight.hosts_without_answer(placement) == ["n2", "n4", "n5", "n7"]
+    assert preflight.unreachable_hosts(placement)[0].text.startswith("/nodes:2: host n2 is no node that `sinfo` shows")
+    sinfo.write_text("#!/bin/sh\necho 'slurm_load_partitions: Unable to contact slurm controller' >&2; exit 1\n")
+    assert len(preflight.hosts_without_answer(placement)) == 7
+
+
+def test_mpirun_as_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    placement = Placement(hosts=(Host("n", (0,)),), hostfile=Path("/n"), launcher="openmpi")
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    assert "mpirun does not start as root" in problems(tmp_path, placement=placement)
+    both = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    assert "as root" not in problems(tmp_path, placement=placement, environment=both)
+    told = dataclasses.replace(placement, launcher_args="--allow-run-as-root")
+    assert "as root" not in problems(tmp_path, placement=told)
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    assert "as root" not in problems(tmp_path, placement=placement)

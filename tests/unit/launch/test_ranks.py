@@ -186,6 +186,28 @@ def test_a_rank_of_another_machine(ranks: Ranks, log: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("mpirun noticed that process rank 1 with PID 0 on node node2 exited on signal 9 (Killed).", "SIGKILL"),
+        ("srun: error: node2: task 1: Killed", "SIGKILL"),
+        (
+            "srun: error: node1: task 0: Terminated\nsrun: error: node2: task 1: Segmentation fault (core dumped)",
+            "SIGSEGV",
+        ),
+        ("srun: error: node2: task 1: Exited with exit code 9", None),
+    ],
+)
+def test_what_mpirun_and_srun_say(ranks: Ranks, log: Path, line: str, says: str | None) -> None:
+    write_beat(ranks.folder, beat(1))
+    log.write_text(f"{log.read_text()}{line}\n")
+    text = explain(failed(), ranks, log).text
+    if says:
+        assert text.startswith(f"rank 1 ended with signal {says}. When last heard of: rank 1 on node1.lan")
+    else:
+        assert text == "the launcher ended with exit code 1"
+
+
 def test_a_stuck_run(ranks: Ranks, log: Path) -> None:
     write_beat(ranks.folder, beat(1))
     stacks_path(ranks.folder, 1).write_text('Thread 0x2 (most recent call first):\n  File "a.py", line 5 in f\n')

@@ -1,5 +1,6 @@
 """When a failed stage is started again, and where."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -69,7 +70,8 @@ def test_address_of_rank_0_goes_with_its_host() -> None:
 
 def test_this_machine_alone_needs_no_ssh() -> None:
     placement = Placement(hosts=(Host("127.0.0.1", (0, 1)), Host("node2.invalid", (0, 1))), hostfile=Path("/nodes"))
-    left = without(placement, ["node2.invalid"])
+    left = without(replace(placement, launcher="openmpi", launcher_args="-x"), ["node2.invalid"])
+    assert "-x" not in " ".join(stage_command("m", Path("/c"), left, port=1, rank_logs=Path("/r")))
     assert (left.is_remote, left.include, left.world_size) == (False, "localhost:0,1", 2)
 
 

@@ -29,7 +29,7 @@ def test_only_what_was_written_to_the_end_counts(tmp_path: Path) -> None:
     a_state(tmp_path, 12)
     states.part_of(tmp_path, 20).mkdir()  # killed inside a save
     (tmp_path / "step_00000030").mkdir()  # killed inside a deletion
-    states.set_damaged_aside(a_state(tmp_path, 40))
+    states.set_aside(a_state(tmp_path, 40), "damaged")
     assert [path.name for path in states.complete(tmp_path)] == ["step_00000003", "step_00000012"]
     assert states.complete(tmp_path / "nothing") == []
     states.discard_parts(tmp_path)

@@ -133,7 +133,7 @@ class Checkpoints:
             self._stop(verdict, f" run.health.most_rollbacks={most} are used up.")
         seen = batches.state_dict()
         with distributed.together(f"removing states of {self.folder} that are not good"):
-            for path in self._bad_states():
+            for path in self._bad_states(verdict):
                 states.delete(path)
         state, record = newest_intact(self.folder)
         self._take_parts(record["parts"])
@@ -146,7 +146,7 @@ class Checkpoints:
     def _stop(self, verdict: Verdict, why: str) -> NoReturn:
         """End the run; a resume starts from the last good state."""
         with distributed.together(f"setting states of {self.folder} aside"):
-            for path in self._bad_states():
+            for path in self._bad_states(verdict):
                 states.set_aside(path, "unhealthy")
         self.run.give_up(verdict)
         left = distributed.broadcast_object([path.name for path in states.complete(self.folder)])
@@ -154,10 +154,20 @@ class Checkpoints:
         distributed.barrier()
         raise UnhealthyError(f"{verdict.detector} at step {verdict.step}: {verdict.text}.{why} {kept}")
 
-    def _bad_states(self) -> list[Path]:
-        """On rank 0, the states that were saved while a detector was over its limit."""
+    @property
+    def _keep_good(self) -> int:
+        """Good states that are kept: the step after the newest may yet find its weights wanting."""
+        health = self.run.config.health
+        return 2 if health.with_action("rollback") or set(health.with_action("stop")) - {"non_finite"} else 0
+
+    def _bad_states(self, verdict: Verdict) -> list[Path]:
+        """On rank 0, the states not to go back to: from the one on whose weights were first found over the limit.
+
+        The start of the run is always one to go back to.
+        """
         found = states.complete(self.folder) if distributed.is_main() else []
-        return [path for path in found if not states.is_good(path)]
+        limit = max(verdict.since - 1, 1)
+        return [path for path in found if states.step_of(path) >= limit or not states.is_good(path)]
 
     def _scale_rates(self) -> None:
         for engine in self.engines.values():
@@ -252,7 +262,8 @@ class Checkpoints:
             if distributed.is_main():
                 entries = {name: vars(entry) for name, entry in sorted(files.items())}
                 states.publish(part, target, {**pending.record, "files": entries})
-                states.rotate(self.folder, keep=self.run.config.keep_states, best=self._best)
+                keep = self.run.config.keep_states
+                states.rotate(self.folder, keep=keep, keep_good=self._keep_good, best=self._best)
         size = sum(entry.bytes for entry in files.values())
         logger.info("saved %s, %.1f MB, %.2f s", target, size / 1e6, time.monotonic() - pending.started)
 

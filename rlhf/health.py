@@ -46,6 +46,8 @@ class Verdict:
     step: int
     detector: str
     action: str
+    since: int
+    """First of the steps in a row over the limit. A step judges the weights that it begins with."""
     text: str
     """What was seen."""
 
@@ -166,7 +168,8 @@ class Health:
             if fires != fired:
                 changes.append(Change(step=step, detector=name, fires=fires, text=text))
             if fires and config.action in ("stop", "rollback"):
-                verdicts.append(Verdict(step=step, detector=name, action=config.action, text=text))
+                since = step - now + 1
+                verdicts.append(Verdict(step=step, detector=name, action=config.action, since=since, text=text))
         # The one that ends the run, if there is one; else the first.
         self.verdict = min(verdicts, key=lambda verdict: verdict.action != "stop", default=None)
         return changes
@@ -174,7 +177,7 @@ class Health:
     def not_finite(self, step: int, text: str) -> Change:
         """Note that a step could not be made; `non_finite` needs no patience."""
         action = self.config.non_finite.action
-        self.verdict = Verdict(step=step, detector="non_finite", action=action, text=text)
+        self.verdict = Verdict(step=step, detector="non_finite", action=action, since=step, text=text)
         return Change(step=step, detector="non_finite", fires=True, text=text)
 
     def take_verdict(self) -> Verdict | None:
@@ -189,7 +192,7 @@ class Health:
 
     @property
     def is_good(self) -> bool:
-        """Whether a state saved now is one to go back to: no detector that acts was over its limit in the last step.
+        """Whether a state saved now may be one to go back to: no detector that acts is over its limit.
 
         One that only warns does not count: who lets it warn goes on with what it warns of.
         """

@@ -89,8 +89,10 @@ class LengthConfig(DetectorConfig):
 
     factor: float = 4.0
     """So many times as long, or as short, is drift."""
-    stop_frac: float = 0.5
+    stop_frac: float = 0.25
     """Below so much of the first stop rate it has collapsed."""
+    patience: int = 5
+    """As of the others; the stop rate of a few responses jumps."""
 
     def __post_init__(self) -> None:
         if not (self.factor > 1 and 0 < self.stop_frac < 1):

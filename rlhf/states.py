@@ -10,6 +10,7 @@ complete. A name that ends in `.damaged` is a state whose files no longer are wh
 was saved when training had begun to go wrong.
 """
 
+import itertools
 import json
 import math
 import os
@@ -39,6 +40,11 @@ def complete(folder: Path) -> list[Path]:
     """States that were written to the end, oldest first."""
     found = [path for path in folder.glob("step_*") if (path / RECORD).is_file() and path.name[5:].isdigit()]
     return sorted(found)
+
+
+def step_of(state: Path) -> int:
+    """Steps made when a complete state was saved."""
+    return int(state.name[5:])
 
 
 def path_of(folder: Path, step: int) -> Path:
@@ -114,16 +120,20 @@ def set_aside(state: Path, why: Literal["damaged", "unhealthy"]) -> Path:
     return target
 
 
-def rotate(folder: Path, *, keep: int, best: tuple[str, Literal["up", "down"]] | None = None) -> list[Path]:
-    """Delete all but the newest states, the newest good one and the best one; returns what was deleted.
+def rotate(
+    folder: Path, *, keep: int, keep_good: int = 0, best: tuple[str, Literal["up", "down"]] | None = None
+) -> list[Path]:
+    """Delete all but the newest states, the newest good ones and the best one; returns what was deleted.
 
     Args:
         folder: of the states.
         keep: number of newest states to keep.
+        keep_good: number of newest states to keep among those that are good.
         best: metric, and whether more (`up`) or less of it is better; states whose record has it compete.
     """
     found = complete(folder)
-    kept = {*found[-keep:], *[path for path in reversed(found) if is_good(path)][:1]}
+    good = (path for path in reversed(found) if is_good(path))
+    kept = {*found[-keep:], *itertools.islice(good, keep_good)}
     if best is not None and (winner := best_of(folder, *best)) is not None:
         kept.add(winner)
     dropped = [path for path in found if path not in kept]

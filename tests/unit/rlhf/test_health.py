@@ -90,12 +90,13 @@ def test_repeated_text() -> None:
 def test_length_may_move_by_a_factor_either_way() -> None:
     for lengths in ((20.0, 80.0, 80.1, 80.1, 80.1), (20.0, 5.0, 4.9, 4.9, 4.9)):
         # KL of the healthy step is 1.0, at most 0.2 a token here.
-        assert first_fire(health(), "length_drift", [{"ppo/response_length": x} for x in lengths]) == 5
+        steps = [{"ppo/response_length": x} for x in lengths]
+        assert first_fire(health("length_drift", patience=3), "length_drift", steps) == 5
 
 
 def test_a_stop_rate_collapses() -> None:
     steps = [{"ppo/stop_frac": x} for x in (0.8, 0.4, 0.39, 0.39, 0.39)]
-    assert first_fire(health(), "length_drift", steps) == 5
+    assert first_fire(health("length_drift", stop_frac=0.5, patience=3), "length_drift", steps) == 5
     assert first_fire(health(), "length_drift", [{"ppo/stop_frac": 0.0}] * 9) is None, "it never stopped"
 
 
@@ -147,13 +148,13 @@ def test_off_warn_stop_and_rollback(name: str) -> None:
         two = [(change.detector, change.fires) for change in judge.observe(12, {**HEALTHY, **bad})]
         verdict = judge.take_verdict()
         assert judge.take_verdict() is None
-        seen[action] = (good, two, verdict and (verdict.detector, verdict.action, verdict.step))
+        seen[action] = (good, two, verdict and (verdict.detector, verdict.action, verdict.since, verdict.step))
         assert verdict is None or verdict.text.endswith(" (2 steps in a row)")
     assert seen == {
         "off": (True, [], None),
         "warn": (True, [(name, True)], None),
-        "stop": (False, [(name, True)], (name, "stop", 12)),
-        "rollback": (False, [(name, True)], (name, "rollback", 12)),
+        "stop": (False, [(name, True)], (name, "stop", 11, 12)),
+        "rollback": (False, [(name, True)], (name, "rollback", 11, 12)),
     }
 
 

@@ -3,11 +3,14 @@
 import dataclasses
 import json
 import math
+import re
 import statistics
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -252,6 +255,24 @@ def test_repeats_by_a_naive_search(responses: list[list[int]]) -> None:
 def test_settings_out_of_range(name: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         health(name, **changes)
+
+
+def test_the_page_has_the_defaults() -> None:
+    """docs/reliability.md lists every setting but `action` and `patience`, which it gives in a sentence."""
+    page = (Path(__file__).resolve().parents[3] / "docs" / "reliability.md").read_text(encoding="utf-8")
+    section = page.split("## When training goes wrong")[1].split("\n## ")[0]
+    listed = {name: yaml.safe_load(value) for name, value in re.findall(r"^\| `([\w.]+)` \| `(\S+)` \|", section, re.M)}
+    config = HealthConfig()
+    actual: dict[str, Any] = {"non_finite.action": config.non_finite.action}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name not in config.detectors:
+            actual[field.name] = value
+        elif field.name != "non_finite":
+            assert (value.action, value.patience) == ("warn", 5 if field.name == "length_drift" else 3)
+            settings = {f"{field.name}.{key}": x for key, x in vars(value).items() if key not in ("action", "patience")}
+            actual.update(settings)
+    assert listed == actual
 
 
 def test_settings_of_rollbacks() -> None:

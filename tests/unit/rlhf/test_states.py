@@ -81,6 +81,20 @@ def test_rotation_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step_00000005"]
 
 
+def test_rotation_keeps_good_states_too(tmp_path: Path) -> None:
+    """States 1 to 3 are good, one of before there were detectors among them; 4 to 6 were saved over a limit."""
+    for step in range(1, 7):
+        a_state(tmp_path, step, **({} if step == 2 else {"health": {"good": step <= 3}}))
+    assert [states.is_good(path) for path in states.complete(tmp_path)] == [True] * 3 + [False] * 3
+    states.rotate(tmp_path, keep=2, keep_good=2)
+    assert [states.step_of(path) for path in states.complete(tmp_path)] == [2, 3, 5, 6]
+    (states.path_of(tmp_path, 3) / "state.json").write_text("{")
+    assert not states.is_good(states.path_of(tmp_path, 3))
+    states.set_aside(states.path_of(tmp_path, 6), "unhealthy")
+    assert "step_00000006.unhealthy" in names(tmp_path)
+    assert [states.step_of(path) for path in states.complete(tmp_path)] == [2, 3, 5]
+
+
 def test_every_file_is_read_by_one_rank() -> None:
     files = [f"f{i}" for i in range(7)]
     shares = [states.share_of(files, rank=rank, world_size=3) for rank in range(3)]

@@ -155,7 +155,7 @@ def final_scores(
     if "eval/score_low" not in after:
         seen = judge(reward, dataset, batching=batching, max_rows=RANGE_ROWS, pad_id=language.pad_id)
         after = summarise(seen, [])
-    scores = {name: after[f"eval/{name}"] for name in ("score_low", "score_high")}
+    scores = {name: after[f"eval/{name}"] for name in ("score_low", "score_high") if f"eval/{name}" in after}
     if not cfg.normalise.policy:
         return scores
     found = normalise_on_policy(cfg, reward, language, batching, seed=run.seed_for("normalise", 0))

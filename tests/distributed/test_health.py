@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from launch.command import stage_command
 from launch.failure import explain
 from launch.hostfile import Host
@@ -29,6 +31,7 @@ from tests.stages import (
     metric_lines,
     ppo_config,
     reward_config,
+    series,
     sft_config,
     weights,
     write_rows,
@@ -99,6 +102,9 @@ def test_step_1_is_turned_back_on_two_ranks(ranks: Ranks, tmp_path: Path) -> Non
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert [event["event"] for event in events(whole)][:2] == ["fires", "rollback"]
     assert [line["step"] for line in metric_lines(whole) if line["split"] == "train"] == list(range(1, 25))
+    record = json.loads((whole / "state/step_00000024/state.json").read_text())
+    history = record["run"]["health"]["memories"]["loss_explosion"]["history"]
+    assert history == pytest.approx(series(whole, "train/loss")[-4:], rel=1e-6), "over both ranks"
     assert metric_lines(parts) == metric_lines(whole) and events(parts) == events(whole)
     first, second = weights(whole / "model"), weights(parts / "model")
     assert all(bool((first[key] == second[key]).all()) for key in first)

@@ -69,6 +69,8 @@ def test_rollback_goes_on_with_other_rows_and_a_lower_rate(rows: Path, tmp_path:
     record = json.loads((tmp_path / "sft/state" / state_names(tmp_path / "sft")[-1] / "state.json").read_text())
     assert record["parts"]["loader"]["skipped_rows"] == 8 * (back["step"] - saved)
     assert (record["run"]["health"]["rollbacks"], record["run"]["health"]["good"]) == (1, True)
+    history = record["run"]["health"]["memories"]["loss_explosion"]["history"]
+    assert history == pytest.approx([line["train/loss"] for line in lines[-4:]], rel=1e-6), "the loss is the metric's"
     assert result(tmp_path / "sft")["rollbacks"] == 1
     progress = json.loads((tmp_path / "sft/progress.json").read_text())
     assert (progress["rollbacks"], progress["phase"]) == (1, "done")
@@ -233,7 +235,12 @@ def test_kl_explosion_stops_step_3(models: Models, tmp_path: Path) -> None:
 
 
 def test_nothing_fires_where_nothing_is_wrong(models: Models, tmp_path: Path) -> None:
-    train_ppo(models.config(tmp_path / "ppo", max_steps=6))
+    train_ppo(models.config(tmp_path / "ppo", max_steps=6, run__save_every=6))
+    record = json.loads((tmp_path / "ppo/state/step_00000006/state.json").read_text())
+    memories = record["run"]["health"]["memories"]
+    # What is looked at without a collective of its own is what is logged.
+    assert memories["loss_explosion"]["history"] == pytest.approx(series(tmp_path / "ppo", "value/loss"), rel=1e-6)
+    assert memories["entropy_collapse"]["start"] == pytest.approx(series(tmp_path / "ppo", "ppo/entropy")[0], rel=1e-6)
     for folder in (tmp_path / "ppo", models.actor.parent, models.reward.parent):
         assert not (folder / "health.jsonl").exists()
         assert result(folder)["rollbacks"] == 0

@@ -132,16 +132,17 @@ def sft_config(folder: Path, rows: Path, **changes: Any) -> SFTConfig:
 def exploding(folder: Path, rows: Path, *, action: str, **changes: Any) -> Any:
     """Step 1 at a rate that grows until the loss blows up after four quiet steps; a hundredth of it would not.
 
-    The limit is close, so that the few steps of a test are enough to learn it and to pass it twice in a row.
+    Rows of `digit_rows`, which are the same in every process. The limit is close, so that the few steps of a test are
+    enough to learn it and to pass it twice in a row.
     """
     values: dict[str, Any] = {
         "max_steps": 24,
         "run__save_every": 3,
         "run__health": HealthConfig(
-            loss_explosion=LossConfig(action=action, factor=1.5, window=4, patience=2),  # type: ignore[arg-type]
+            loss_explosion=LossConfig(action=action, factor=2.0, window=4, patience=2),  # type: ignore[arg-type]
             rollback_lr_factor=0.01,
         ),
-        "optim__lr": 2.0,
+        "optim__lr": 3.0,
         "optim__warmup_frac": 0.99,
         "optim__clip_norm": 0.0,
         "model__dropout": 0.1,

@@ -25,6 +25,7 @@ from tests.distributed.harness import Ranks
 from tests.distributed.test_watchdog import environment
 from tests.stages import (
     Killed,
+    digit_rows,
     ds_json,
     events,
     exploding,
@@ -35,7 +36,6 @@ from tests.stages import (
     sft_config,
     weights,
     write_rows,
-    yes_rows,
 )
 
 NO_EVAL = {"eval__max_rows": 0, "eval__generate_rows": 0}
@@ -97,7 +97,7 @@ def ppo_job(folder: Path) -> None:
 
 
 def test_step_1_is_turned_back_on_two_ranks(ranks: Ranks, tmp_path: Path) -> None:
-    write_rows(tmp_path / "rows.jsonl", yes_rows(40))
+    write_rows(tmp_path / "rows.jsonl", digit_rows(40))
     ranks(supervised_job, timeout=400, folder=tmp_path)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert [event["event"] for event in events(whole)][:2] == ["fires", "rollback"]
@@ -114,7 +114,7 @@ def test_step_1_is_turned_back_on_two_ranks(ranks: Ranks, tmp_path: Path) -> Non
 
 
 def test_step_3_is_turned_back_on_two_ranks(ranks: Ranks, tmp_path: Path) -> None:
-    write_rows(tmp_path / "rows.jsonl", yes_rows(40))
+    write_rows(tmp_path / "rows.jsonl", digit_rows(40))
     ranks(ppo_job, timeout=300, folder=tmp_path)
     back = [event for event in events(tmp_path / "ppo") if event["event"] == "rollback"]
     assert [(event["detector"], event["step"], event["state"]) for event in back] == [
@@ -125,7 +125,7 @@ def test_step_3_is_turned_back_on_two_ranks(ranks: Ranks, tmp_path: Path) -> Non
 
 def test_a_stop_has_an_exit_code_of_its_own(tmp_path: Path) -> None:
     """Under the real launcher: 78, and the detector's sentence."""
-    cfg = exploding(tmp_path / "sft", write_rows(tmp_path / "rows.jsonl", yes_rows(40)), action="stop")
+    cfg = exploding(tmp_path / "sft", write_rows(tmp_path / "rows.jsonl", digit_rows(40)), action="stop")
     save_config(cfg, tmp_path / "sft.yaml")
     placement = Placement(hosts=(Host("localhost", (0, 1)),), num_gpus=2)
     watched = Watched(tmp_path / "ranks", world_size=2, config=WatchdogConfig())

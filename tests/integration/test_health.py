@@ -19,6 +19,7 @@ from step2_reward.train import train as train_reward
 from step3_ppo.train import train as train_ppo
 from tests.stages import (
     Killed,
+    digit_rows,
     events,
     exploding,
     metric_lines,
@@ -29,7 +30,6 @@ from tests.stages import (
     sft_config,
     weights,
     write_rows,
-    yes_rows,
 )
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -39,7 +39,7 @@ NO_EVAL = {"eval__max_rows": 0, "eval__generate_rows": 0}
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_rows(tmp_path_factory.mktemp("rows") / "rows.jsonl", yes_rows(40))
+    return write_rows(tmp_path_factory.mktemp("rows") / "rows.jsonl", digit_rows(40))
 
 
 def state_names(folder: Path) -> list[str]:
@@ -63,7 +63,7 @@ def test_rollback_goes_on_with_other_rows_and_a_lower_rate(rows: Path, tmp_path:
     lines = [line for line in metric_lines(tmp_path / "sft") if line["split"] == "train"]
     assert [line["step"] for line in lines] == list(range(1, 25)), "every step is on record once"
     rates = [line["train/lr"] for line in lines]
-    scheduled = [2.0 * step / 24 for step in range(1, 25)]
+    scheduled = [3.0 * step / 24 for step in range(1, 25)]
     assert rates[:saved] == pytest.approx(scheduled[:saved])
     assert rates[saved:] == pytest.approx([0.01 * rate for rate in scheduled[saved:]])
     record = json.loads((tmp_path / "sft/state" / state_names(tmp_path / "sft")[-1] / "state.json").read_text())

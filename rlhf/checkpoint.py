@@ -74,6 +74,7 @@ class Checkpoints:
         self.folder = states.states_of(run.folder)
         self._pending: _Pending | None = None
         self._last_save = time.monotonic()
+        self._start = 0
         self._best = None
         if run.config.keep_best:
             direction = lookup(run.config.keep_best).direction
@@ -104,6 +105,7 @@ class Checkpoints:
         with request.listening():
             self._last_save = time.monotonic()
             first = self.run.first_step
+            self._start = first if self.run.config.resume_weights_only else 0
             if self.saves_regularly and (first == 0 or self.run.config.resume_weights_only):
                 self.save(first)
             while (verdict := (yield from self._pass(batches, request))) is not None:
@@ -123,6 +125,7 @@ class Checkpoints:
                 self._after(step, request)
         return None
 
+    @heartbeat.during("save")
     def _answer(self, verdict: Verdict, batches: Batches[Any]) -> None:
         """Stop the run, or take it back to its last good state and on with other rows. Collective."""
         self.wait()
@@ -131,16 +134,19 @@ class Checkpoints:
             self._stop(verdict, "")
         if self.run.health.rollbacks >= most:
             self._stop(verdict, f" run.health.most_rollbacks={most} are used up.")
+        bad = self._bad_states(verdict)
+        if distributed.broadcast_object(len(bad) == len(states.complete(self.folder))):
+            self._stop(verdict, "")
         seen = batches.state_dict()
         with distributed.together(f"removing states of {self.folder} that are not good"):
-            for path in self._bad_states(verdict):
+            for path in bad:
                 states.delete(path)
         state, record = newest_intact(self.folder)
         self._take_parts(record["parts"])
         batches.skip_past(seen)
         self._load_engines(state, record)
-        self._load_ranks(state, int(record["world_size"]), with_rng=True)
         self.run.roll_back(record["run"], verdict, state.name)
+        self._load_ranks(state, int(record["world_size"]), with_rng=True)
         self._scale_rates()
 
     def _stop(self, verdict: Verdict, why: str) -> NoReturn:
@@ -148,7 +154,7 @@ class Checkpoints:
         with distributed.together(f"setting states of {self.folder} aside"):
             for path in self._bad_states(verdict):
                 states.set_aside(path, "unhealthy")
-        self.run.give_up(verdict)
+        self.run.give_up(verdict.step, verdict.detector, verdict.text)
         left = distributed.broadcast_object([path.name for path in states.complete(self.folder)])
         kept = f"The last good state is {self.folder / left[-1]}." if left else "There is no state to go back to."
         distributed.barrier()
@@ -163,10 +169,10 @@ class Checkpoints:
     def _bad_states(self, verdict: Verdict) -> list[Path]:
         """On rank 0, the states not to go back to: from the one on whose weights were first found over the limit.
 
-        The start of the run is always one to go back to.
+        The start of the run, or of a resume with weights alone, is one to go back to in any case.
         """
         found = states.complete(self.folder) if distributed.is_main() else []
-        limit = max(verdict.since - 1, 1)
+        limit = max(verdict.since - 1, self._start + 1)
         return [path for path in found if states.step_of(path) >= limit or not states.is_good(path)]
 
     def _scale_rates(self) -> None:
@@ -185,6 +191,7 @@ class Checkpoints:
         except NonFiniteError as error:
             self.run.observe_failure(step, str(error))
             if self.run.health.config.non_finite.action == "stop":
+                self.run.give_up(step, "non_finite", str(error))
                 raise
             self.engines[error.role].discard_gradients()
 

@@ -59,7 +59,7 @@ class ResumableRun(Protocol):
     def roll_back(self, state: Mapping[str, Any], verdict: Verdict, name: str) -> None:
         """As `load_state_dict`, in the course of the run."""
 
-    def give_up(self, verdict: Verdict) -> None:
+    def give_up(self, step: int, detector: str, text: str) -> None:
         """Close the records of a run that a detector ends."""
 
 

@@ -278,6 +278,7 @@ class Run:
         kept = {name: size for name, size in state["records"].items() if name != records.HEALTH}
         self._clock.lap()
         self._clock.cpu_lap()
+        self._line = (-1, {})
         self.load_state_dict({**state, "records": kept, "health": health})
         self.health.roll_back(state.get("health", {}))
         self.totals.wall_seconds = passed.wall_seconds
@@ -287,9 +288,9 @@ class Run:
             state=name, rollbacks=self.health.rollbacks, lr_scale=self.health.lr_scale,
         )  # fmt: skip
 
-    def give_up(self, verdict: Verdict) -> None:
+    def give_up(self, step: int, detector: str, text: str) -> None:
         """Record that a detector ends the run, and close the sinks."""
-        self._record_health(verdict.step, verdict.detector, "stop", verdict.text)
+        self._record_health(step, detector, "stop", text)
         self._close("unhealthy")
 
     def window_state(self) -> dict[str, Any]:

@@ -74,7 +74,7 @@ class TinyRun:
         self.load_state_dict(state)
         self.health.roll_back(state["health"])
 
-    def give_up(self, verdict: Verdict) -> None:
+    def give_up(self, step: int, detector: str, text: str) -> None:
         self.stopped = True
 
 

@@ -160,6 +160,23 @@ def test_the_newest_good_state_outlives_rotation(rows: Path, tmp_path: Path, mon
     assert steps[0] < steps[1] and steps[1:] == [fired - 4, fired - 2, fired - 1]
 
 
+def test_without_a_good_state_nothing_is_removed(rows: Path, tmp_path: Path) -> None:
+    """Rollback is asked for at a resume whose only state holds the weights that are over the limit at once."""
+    folder = tmp_path / "sft"
+    with pytest.raises(UnhealthyError):
+        train_sft(exploding(folder, rows, action="stop", run__save_every=1))
+    for name in state_names(folder):
+        path = folder / "state" / name
+        if name.endswith(".unhealthy") and name < f"step_{events(folder)[-1]['step'] - 1:08d}":
+            path.rename(path.with_suffix(""))  # good by its record, and not by what follows
+        else:
+            shutil.rmtree(path)
+    (only,) = state_names(folder)
+    with pytest.raises(UnhealthyError, match="There is no state to go back to"):
+        train_sft(exploding(folder, rows, action="rollback", run__save_every=100, run__resume=True))
+    assert state_names(folder) == [f"{only}.unhealthy"]
+
+
 def test_a_loss_that_is_no_number_is_rolled_back(rows: Path, tmp_path: Path) -> None:
     """D20: the first update breaks the weights, the second step finds it out; back to the start at a sane rate.
 
@@ -181,7 +198,8 @@ def test_a_loss_that_is_no_number_stops(rows: Path, tmp_path: Path) -> None:
     with pytest.raises(NonFiniteError) as caught:
         train_sft(sft_config(tmp_path / "sft", rows, optim__lr=1e30, optim__clip_norm=0.0, **NO_EVAL))
     assert isinstance(caught.value, UnhealthyError) and caught.value.exit_code == 78
-    assert [event["detector"] for event in events(tmp_path / "sft")] == ["non_finite"]
+    said = [(event["detector"], event["event"], event["step"]) for event in events(tmp_path / "sft")]
+    assert said == [("non_finite", "fires", 2), ("non_finite", "stop", 2)]
 
 
 class Models:

@@ -386,6 +386,7 @@ def test_a_run_is_turned_back(tmp_path: Path) -> None:
     run.state_dict(3)  # what a save adds to the wall seconds
     run.roll_back(state, verdict, "step_00000001")
     assert run.first_step == 1 and [line["step"] for line in lines(tmp_path)] == [1]
+    assert run.state_dict(3)["metrics"] == {}, "the line of step 3 that was given up is nobody's best"
     said = [json.loads(line) for line in (tmp_path / "health.jsonl").read_text().splitlines()]
     assert [(line["step"], line["event"]) for line in said] == [(3, "fires"), (3, "rollback")]
     assert (said[1]["state"], said[1]["rollbacks"], said[1]["lr_scale"]) == ("step_00000001", 1, 0.5)

@@ -85,7 +85,10 @@ def _kl(config: KLConfig, values: Values, memory: Memory) -> str:
 
 
 def _entropy(config: EntropyConfig, values: Values, memory: Memory) -> str:
-    value, start = values["ppo/entropy"], memory.setdefault("start", values["ppo/entropy"])
+    value = values["ppo/entropy"]
+    if not math.isfinite(value):
+        return f"ppo/entropy is {value:.4g}"
+    start = memory.setdefault("start", value)
     if value >= config.frac * start:
         return ""
     return f"ppo/entropy is {value:.4g}, under {config.frac:g} of the {start:.4g} it began with"
@@ -98,10 +101,12 @@ def _repeats(config: RepeatConfig, values: Values, memory: Memory) -> str:
 
 def _length(config: LengthConfig, values: Values, memory: Memory) -> str:
     length, stop = values["ppo/response_length"], values["ppo/stop_frac"]
+    if not (math.isfinite(length) and math.isfinite(stop)):
+        return f"ppo/response_length is {length:.4g}, ppo/stop_frac {stop:.4g}"
     first, first_stop = memory.setdefault("start", [length, stop])
     if not first / config.factor <= length <= first * config.factor:
         return f"ppo/response_length is {length:.4g}, more than a factor {config.factor:g} from the first {first:.4g}"
-    if not stop >= config.stop_frac * first_stop:
+    if stop < config.stop_frac * first_stop:
         return f"ppo/stop_frac is {stop:.4g}, under {config.stop_frac:g} of the {first_stop:.4g} it began with"
     return ""
 

@@ -121,7 +121,12 @@ def test_reward_above_what_step_2_has_seen() -> None:
     ],
 )  # fmt: skip
 def test_what_is_no_number_is_over_every_limit(name: str, key: str) -> None:
-    """D20: also before a median is known."""
+    """D20: also before a median is known, and in the first step, where it is nothing to compare with later."""
+    judge = health(name, patience=1)
+    changes = judge.observe(1, {**HEALTHY, key: math.nan})
+    assert name in [change.detector for change in changes]
+    json.dumps(judge.state_dict(), allow_nan=False)
+    assert name in [change.detector for change in judge.observe(2, HEALTHY) if not change.fires]
     judge = health(name, patience=1)
     assert judge.observe(1, HEALTHY) == []
     changes = judge.observe(2, {**HEALTHY, key: math.nan})

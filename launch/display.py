@@ -111,6 +111,8 @@ def progress_text(progress: Mapping[str, Any]) -> str:
         parts.append(f"{progress['tokens_per_second']:,.0f} tokens/s")
     if _is_number(progress.get("eta_seconds")) and progress.get("phase") != "done":
         parts.append(f"{_duration(progress['eta_seconds'])} left")
+    if isinstance(progress.get("firing"), list) and progress["firing"]:
+        parts.append(f"unhealthy: {', '.join(map(str, progress['firing']))}")
     if progress.get("phase"):
         parts.append(f"({progress['phase']})")
     return "  ".join(parts)

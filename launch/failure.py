@@ -63,6 +63,7 @@ def explain(outcome: Outcome, ranks: Ranks, log_path: Path) -> Failure:
         rank, text = _culprit(outcome, known, log_text)
         if rank is not None and rank in known:
             text += _details(known[rank], text, outcome, ranks.out_of_memory_kills())
+            code = known[rank].exit_code or code
     lines, path = log_text.rstrip().splitlines()[-_LINES:], log_path
     own = ranks.last_lines(rank, _LINES) if rank is not None else []
     if rank is not None and own:

@@ -17,7 +17,7 @@ _NO_EFFECT = {
     "data.cache_dir",
 }  # fmt: skip
 """Keys that change where a stage writes or reads, not what comes out; data is compared by content."""
-RESUMED_AS_IS = ("config.deepspeed", "deepspeed.", "config.run.watchdog.")
+RESUMED_AS_IS = ("config.deepspeed", "deepspeed.", "config.run.watchdog.", "config.run.health.")
 """Starts of keys that may change under a state: another ZeRO stage or micro-batch size is the same training."""
 RESUMED_WITHOUT_OPTIMISER = (
     *RESUMED_AS_IS, "config.optim.", "config.actor_optim.", "config.critic_optim.", "config.max_steps", "config.epochs",
@@ -34,7 +34,7 @@ def stage_inputs(stage: Stage) -> dict[str, Any]:
     """
     inputs: dict[str, Any] = {}
     for key, value in _flatten(to_dict(stage.config)):
-        if key not in _NO_EFFECT and key not in stage.feeds and not key.startswith("run.watchdog."):
+        if key not in _NO_EFFECT and key not in stage.feeds and not key.startswith(("run.watchdog.", "run.health.")):
             inputs[f"config.{key}"] = value
     for role, name in stage.ds_configs().items():
         inputs[f"deepspeed.{role}"] = ds_config.load(name)

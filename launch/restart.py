@@ -7,6 +7,7 @@ from launch.hostfile import Host, is_local
 from launch.placement import Placement
 from launch.recipe import Stage
 from rlhf.config import to_dict
+from rlhf.health import EXIT_UNHEALTHY
 
 MOST_DELAY_SECONDS = 300.0
 USAGE_ERROR = 2
@@ -38,6 +39,8 @@ class Restarts:
             raise GiveUpError("")
         if exit_code == USAGE_ERROR:
             raise GiveUpError("not started again: its settings were refused.")
+        if exit_code == EXIT_UNHEALTHY:
+            raise GiveUpError("not started again: a detector of run.health stopped it, and would stop it again.")
         if self.done >= self.most:
             raise GiveUpError(f"not started again: --restarts {self.most} are used up.")
         if self.last_step is not None and step <= self.last_step:

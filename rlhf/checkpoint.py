@@ -5,24 +5,25 @@ coefficient, running scale), and of each rank the random generators and the metr
 lies and what makes it complete: `rlhf/states.py`. All ranks see one file system. Rank 0's errors reach all.
 """
 
+import contextlib
 import dataclasses
 import json
 import logging
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
 from rlhf import artifacts, distributed, heartbeat, states
-from rlhf.artifacts import Contract
-from rlhf.config import RunConfig
-from rlhf.engine import TrainEngine
+from rlhf.engine import NonFiniteError, TrainEngine
+from rlhf.health import UnhealthyError, Verdict
 from rlhf.metrics import lookup
+from rlhf.resumable import Batches, Language, ResumableRun, Stateful
 from rlhf.rng import rng_state, set_rng_state
 from rlhf.state_checks import newest_intact, read_back, writing
 from rlhf.state_writer import StateWriter
@@ -34,58 +35,6 @@ logger = logging.getLogger(__name__)
 
 Batch = TypeVar("Batch")
 Converter = Callable[[Path, Mapping[str, Any], Path], None]
-
-
-class Stateful(Protocol):
-    """Something whose state is a few JSON-able values."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The values."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take them back; a ValueError says why they do not fit."""
-
-
-class ResumableRun(Protocol):
-    """What is needed of a run."""
-
-    folder: Path
-    config: RunConfig
-    stage: str
-    num_steps: int
-
-    @property
-    def first_step(self) -> int:
-        """Steps that an earlier attempt has made."""
-
-    def steps(self, batches: Iterable[Batch]) -> Iterator[tuple[int, Batch]]:
-        """Numbered batches."""
-
-    def state_dict(self, step: int) -> dict[str, Any]:
-        """Values that are equal on all ranks."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on after the saved step."""
-
-    def window_state(self) -> dict[str, Any]:
-        """This rank's metrics that are not written yet."""
-
-    def load_window(self, windows: Sequence[Mapping[str, Any]]) -> None:
-        """Take back what `window_state` gave on one rank or, after a change of their number, on several."""
-
-    def stop(self) -> None:
-        """Close the records; a later attempt goes on."""
-
-
-class Language(Protocol):
-    """How text becomes tokens: `rlhf.stage.Language`."""
-
-    @property
-    def contract(self) -> Contract:
-        """What has to be the same."""
-
-    def save(self, folder: Path) -> None:
-        """Write the tokenizer with its template."""
 
 
 @dataclass
@@ -125,6 +74,7 @@ class Checkpoints:
         self.folder = states.states_of(run.folder)
         self._pending: _Pending | None = None
         self._last_save = time.monotonic()
+        self._start = 0
         self._best = None
         if run.config.keep_best:
             direction = lookup(run.config.keep_best).direction
@@ -137,25 +87,113 @@ class Checkpoints:
         """Whether the config asks for states; on request one is written in any case."""
         return self.run.config.save_every > 0 or self.run.config.save_minutes > 0
 
-    def steps(self, batches: Iterable[Batch]) -> Iterator[tuple[int, Batch]]:
+    def steps(self, batches: Batches[Batch]) -> Iterator[tuple[int, Batch]]:
         """The run's steps; after each one a state is saved if it is due by count, by time or by request. Collective.
 
-        The first state is written before the first step: a disk that cannot take it is found then.
+        The first state is written before the first step: a disk that cannot take it is found then. Where a detector
+        turns the run back, the steps after the state that it returns to come again, with other batches.
+
+        Args:
+            batches: the loader, which is one of the parts.
 
         Raises:
             StateError: on all ranks, a state could not be written; earlier ones are as they were.
             SystemExit: code 75, after a request to stop and the state of that step.
+            UnhealthyError: on all ranks, a detector has stopped the run.
         """
         request = StopRequest(self.run.folder)
         with request.listening():
             self._last_save = time.monotonic()
             first = self.run.first_step
+            self._start = first if self.run.config.resume_weights_only else 0
             if self.saves_regularly and (first == 0 or self.run.config.resume_weights_only):
                 self.save(first)
-            for step, batch in self.run.steps(batches):
-                yield step, batch
-                self._after(step, request)
+            while (verdict := (yield from self._pass(batches, request))) is not None:
+                self._answer(verdict, batches)
             self.wait()
+
+    def _pass(
+        self, batches: Batches[Batch], request: StopRequest
+    ) -> Generator[tuple[int, Batch], None, Verdict | None]:
+        """The steps that are left; returns at the end of the run, or with what a detector has found."""
+        with contextlib.closing(self.run.steps(batches)) as left:
+            for step, batch in left:
+                yield step, batch
+                verdict = self.run.health.take_verdict()
+                if verdict is not None:
+                    return verdict
+                self._after(step, request)
+        return None
+
+    @heartbeat.during("save")
+    def _answer(self, verdict: Verdict, batches: Batches[Any]) -> None:
+        """Stop the run, or take it back to its last good state and on with other rows. Collective."""
+        self.wait()
+        most = self.run.config.health.most_rollbacks
+        if verdict.action == "stop":
+            self._stop(verdict, "")
+        if self.run.health.rollbacks >= most:
+            self._stop(verdict, f" run.health.most_rollbacks={most} are used up.")
+        bad = self._bad_states(verdict)
+        if distributed.broadcast_object(len(bad) == len(states.complete(self.folder))):
+            self._stop(verdict, "")
+        seen = batches.state_dict()
+        with distributed.together(f"removing states of {self.folder} that are not good"):
+            for path in bad:
+                states.delete(path)
+        state, record = newest_intact(self.folder)
+        self._take_parts(record["parts"])
+        batches.skip_past(seen)
+        self._load_engines(state, record)
+        self.run.roll_back(record["run"], verdict, state.name)
+        self._load_ranks(state, int(record["world_size"]), with_rng=True)
+        self._scale_rates()
+
+    def _stop(self, verdict: Verdict, why: str) -> NoReturn:
+        """End the run; a resume starts from the last good state."""
+        with distributed.together(f"setting states of {self.folder} aside"):
+            for path in self._bad_states(verdict):
+                states.set_aside(path, "unhealthy")
+        self.run.give_up(verdict.step, verdict.detector, verdict.text)
+        left = distributed.broadcast_object([path.name for path in states.complete(self.folder)])
+        kept = f"The last good state is {self.folder / left[-1]}." if left else "There is no state to go back to."
+        distributed.barrier()
+        raise UnhealthyError(f"{verdict.detector} at step {verdict.step}: {verdict.text}.{why} {kept}")
+
+    @property
+    def _keep_good(self) -> int:
+        """Good states that are kept: the step after the newest may yet find its weights wanting."""
+        health = self.run.config.health
+        return 2 if health.with_action("rollback") or set(health.with_action("stop")) - {"non_finite"} else 0
+
+    def _bad_states(self, verdict: Verdict) -> list[Path]:
+        """On rank 0, the states not to go back to: from the one on whose weights were first found over the limit.
+
+        The start of the run, or of a resume with weights alone, is one to go back to in any case.
+        """
+        found = states.complete(self.folder) if distributed.is_main() else []
+        limit = max(verdict.since - 1, self._start + 1)
+        return [path for path in found if states.step_of(path) >= limit or not states.is_good(path)]
+
+    def _scale_rates(self) -> None:
+        for engine in self.engines.values():
+            engine.lr_scale = self.run.health.lr_scale
+
+    @contextmanager
+    def guarded(self, step: int) -> Iterator[None]:
+        """The work of a step: with run.health.non_finite.action=rollback a NonFiniteError ends the block, not the run.
+
+        Raises:
+            NonFiniteError: where nothing is to be rolled back.
+        """
+        try:
+            yield
+        except NonFiniteError as error:
+            self.run.observe_failure(step, str(error))
+            if self.run.health.config.non_finite.action == "stop":
+                self.run.give_up(step, "non_finite", str(error))
+                raise
+            self.engines[error.role].discard_gradients()
 
     def _after(self, step: int, request: StopRequest) -> None:
         config, main = self.run.config, distributed.is_main()
@@ -231,7 +269,8 @@ class Checkpoints:
             if distributed.is_main():
                 entries = {name: vars(entry) for name, entry in sorted(files.items())}
                 states.publish(part, target, {**pending.record, "files": entries})
-                states.rotate(self.folder, keep=self.run.config.keep_states, best=self._best)
+                keep = self.run.config.keep_states
+                states.rotate(self.folder, keep=keep, keep_good=self._keep_good, best=self._best)
         size = sum(entry.bytes for entry in files.values())
         logger.info("saved %s, %.1f MB, %.2f s", target, size / 1e6, time.monotonic() - pending.started)
 
@@ -261,6 +300,7 @@ class Checkpoints:
             self._load_engines(state, record)
         self._load_ranks(state, int(record["world_size"]), with_rng=not weights_only)
         self.run.load_state_dict(record["run"])
+        self._scale_rates()
         logger.info("resumed from %s", state)
 
     def _fits(self) -> dict[str, Any]:

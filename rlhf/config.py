@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar
 import yaml
 
 from rlhf import strict
+from rlhf.health_config import SUPERVISED, HealthConfig
 
 Config = TypeVar("Config")
 
@@ -371,6 +372,8 @@ class RunConfig:
     """Also log to this Weights & Biases project."""
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     """When a rank counts as stuck (docs/reliability.md)."""
+    health: HealthConfig = field(default_factory=HealthConfig)
+    """Detectors of training that goes wrong (docs/reliability.md)."""
 
     def __post_init__(self) -> None:
         if self.log_every < 1 or self.eval_every < 0 or self.save_every < 0 or self.keep_states < 1:
@@ -384,6 +387,19 @@ class RunConfig:
             raise ValueError("run.resume_weights_only is about a resume. Set run.resume too, or leave it out.")
         if self.keep_best is not None:
             self._check_keep_best(self.keep_best)
+        if not self.save_every and (turning := self.health.with_action("rollback")):
+            raise ValueError(
+                f"run.health.{turning[0]}.action is rollback, but run.save_every is 0: there would be no state to go "
+                "back to. Set run.save_every, or use action=stop."
+            )
+
+    def check_supervised(self) -> None:
+        """Check what only steps 1 and 2 have to: they have no responses.
+
+        Raises:
+            ValueError: a detector of responses is to stop the stage or to roll it back.
+        """
+        self.health.check_measured(SUPERVISED)
 
     def _check_keep_best(self, metric: str) -> None:
         """A state competes with the value that was written in its own step, so both have to come together."""

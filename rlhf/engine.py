@@ -29,6 +29,7 @@ from transformers.utils import logging as transformers_logging
 
 from rlhf import distributed, ds_config, heartbeat, host
 from rlhf.config import OptimConfig
+from rlhf.health import UnhealthyError
 from rlhf.models.compiled import compiled_blocks
 from rlhf.schedule import lr_multiplier
 from rlhf.state_writer import StateWriter
@@ -46,7 +47,7 @@ from rlhf import universal  # noqa: E402
 CLIP_EPS = 1e-6
 
 
-class NonFiniteError(RuntimeError):
+class NonFiniteError(UnhealthyError):
     """A loss or gradient was not finite; raised on all ranks before the update."""
 
     def __init__(self, *, step: int, rank: int, role: str, what: str) -> None:
@@ -63,6 +64,8 @@ class NonFiniteError(RuntimeError):
 class StepStats:
     """What one optimiser step reports, equal on all ranks."""
 
+    loss: float
+    """The loss of the step: the sum over all ranks and micro-batches over the count."""
     grad_norm: float
     """Norm of the averaged gradients of all trained weights, before clipping; inf where fp16 overflowed."""
     lr: float
@@ -143,6 +146,8 @@ class TrainEngine:
         self.micro_batch_size = ds_config.micro_batch_size(ds)
         self.hybrid_engine = ds_config.hybrid_engine(ds)
         self.step_count = 0
+        self.lr_scale = 1.0
+        """What the schedule's rates are multiplied by (`rlhf/health.py`)."""
         self._trains_all = all(p.requires_grad for p in model.parameters())
         self.ds = ds_config.resolve(
             ds, optim=optim, world_size=distributed.world_size(), trainable=True, lora=not self._trains_all
@@ -159,6 +164,7 @@ class TrainEngine:
             # Here gradients become fp32 inside DeepSpeed's step only; its clip there has torch's formula.
             self._engine.optimizer.clip_grad = optim.clip_norm
         self._loss_is_finite = torch.ones((), dtype=torch.bool, device=self.device)
+        self._loss = torch.zeros((), dtype=torch.float64, device=self.device)
         self._at_boundary = False
 
     @property
@@ -210,6 +216,7 @@ class TrainEngine:
                 "0 times the sum of the model's outputs."
             )
         self._loss_is_finite &= torch.isfinite(loss_sum.detach())
+        self._loss += loss_sum.detach() / count
         heartbeat.call(self.role)
         self._engine.set_gradient_accumulation_boundary(last)
         # DeepSpeed averages over ranks, so the world size here makes it a sum over ranks, over the count.
@@ -231,8 +238,8 @@ class TrainEngine:
         heartbeat.call(self.role)
         self._at_boundary = False
         gradients = _averaged_gradients(self._engine, self.zero_stage)
-        norm = self._checked_norm(gradients)
-        lr = self.optim.lr * self._lr_multiplier()
+        loss, norm = self._checked_norm(gradients)
+        lr = self.optim.lr * self._lr_multiplier() * self.lr_scale
         for group in self._engine.optimizer.param_groups:
             group["lr"] = lr
         if self.optim.clip_norm > 0 and math.isfinite(norm) and not self._scales_16bit_at_stage0:
@@ -242,7 +249,18 @@ class TrainEngine:
         self._engine.step()
         skipped = not self._engine.was_step_applied()
         self.step_count += not skipped
-        return StepStats(grad_norm=norm, lr=lr, skipped=skipped)
+        return StepStats(loss=loss, grad_norm=norm, lr=lr, skipped=skipped)
+
+    @torch.no_grad()
+    def discard_gradients(self) -> None:
+        """After a NonFiniteError: leave what was accumulated behind, so that a state can be loaded. Collective.
+
+        Only a step clears all that DeepSpeed keeps of an accumulation. It is made with gradients of 0, and what it does
+        to weights and moments is overwritten by the state.
+        """
+        for gradient in _averaged_gradients(self._engine, self.zero_stage):
+            gradient.zero_()
+        self._engine.step()
 
     def _lr_multiplier(self) -> float:
         return lr_multiplier(
@@ -253,8 +271,8 @@ class TrainEngine:
             min_lr_frac=self.optim.min_lr_frac,
         )
 
-    def _checked_norm(self, gradients: list[Tensor]) -> float:
-        """Global gradient norm, equal on all ranks; raises on all ranks if a loss or gradient is not finite."""
+    def _checked_norm(self, gradients: list[Tensor]) -> tuple[float, float]:
+        """Loss and gradient norm over all ranks, equal on each; raises on all if one of them is not finite."""
         square = torch.zeros((), dtype=torch.float64, device=self.device)
         if gradients:
             norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients]
@@ -262,15 +280,17 @@ class TrainEngine:
         bad_loss = (~self._loss_is_finite).to(torch.float64)
         self._loss_is_finite.fill_(True)  # noqa: FBT003  the tensor's value
         # One small collective a step: every rank then knows every rank's part.
-        parts = distributed.all_gather(torch.stack([square, bad_loss])).tolist()
-        for rank, (_, bad) in enumerate(parts):
+        parts = distributed.all_gather(torch.stack([square, bad_loss, self._loss])).tolist()
+        self._loss.zero_()
+        for rank, (_, bad, _) in enumerate(parts):
             if bad:
                 raise NonFiniteError(step=self.step_count, rank=rank, role=self.role, what="the loss is not finite")
         # At stage 0 every rank holds all gradients, else its own shard of them.
-        total = parts[0][0] if self.zero_stage == 0 else sum(part for part, _ in parts)
+        total = parts[0][0] if self.zero_stage == 0 else sum(part for part, _, _ in parts)
         if not math.isfinite(total) and ds_config.dtype_name(self.ds) != "float16":
-            self._raise_bad_gradient([rank for rank, (part, _) in enumerate(parts) if not math.isfinite(part)])
-        return math.sqrt(total) / self._loss_scale() if math.isfinite(total) else math.inf
+            self._raise_bad_gradient([rank for rank, (part, _, _) in enumerate(parts) if not math.isfinite(part)])
+        norm = math.sqrt(total) / self._loss_scale() if math.isfinite(total) else math.inf
+        return sum(loss for _, _, loss in parts), norm
 
     def _raise_bad_gradient(self, ranks: list[int]) -> None:
         found = distributed.all_gather_objects(_non_finite_names(self._engine, self.zero_stage))

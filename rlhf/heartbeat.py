@@ -141,6 +141,8 @@ class Beat:
     """The exception that ended it."""
     error_time: float = 0.0
     """Unix time of it."""
+    exit_code: int = 0
+    """The exit code that goes with it, where it has one of its own."""
     resident_bytes: int = 0
     """Memory of the process."""
     available_bytes: int = 0

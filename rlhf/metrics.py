@@ -4,7 +4,6 @@ A mean is a sum over a count, both over all ranks and micro-batches, divided onc
 a run is `metrics.jsonl`; `docs/metrics.md` is written from METRICS by `python -m rlhf.metrics`.
 """
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from rlhf import distributed
+from rlhf import distributed, records
 
 Number = int | float
 Stat = tuple[Tensor | Number, Tensor | Number]
@@ -103,9 +102,14 @@ METRICS: dict[str, Metric] = {
         "", "none", "Pearson correlation of score with response length in tokens.", per_source=True
     ),
     "eval/margin": _metric("score", "up", "Mean held-out score difference, chosen minus rejected.", per_source=True),
+    "eval/score_low": _metric("score", "none", "Lowest score of a held-out response of step 2."),
+    "eval/score_high": _metric("score", "none", "Highest score of a held-out response of step 2."),
     "eval/gold": _metric("gold", "up", "Mean of the gold rule on answers to held-out prompts."),
     "eval/score": _metric("score", "up", "Mean reward-model score of answers to held-out prompts."),
     "eval/distinct_frac": _metric("fraction", "up", "Different answers as a share of all answers to held-out prompts."),
+    "eval/repeat_frac": _metric(
+        "fraction", "down", "4-grams of tokens that stood in the same answer before, of those of all answers."
+    ),
     "eval/response_length": _metric(
         "tokens", "none", "Mean length of answers to held-out prompts, stop token included."
     ),
@@ -122,6 +126,10 @@ METRICS: dict[str, Metric] = {
     "ppo/response_length": _metric("tokens", "none", "Mean response length, stop token included."),
     "ppo/stop_frac": _metric("fraction", "up", "Responses that end with a stop token or string."),
     "ppo/distinct_frac": _metric("fraction", "up", "Different responses as a share of the step's responses."),
+    "ppo/repeat_frac": _metric(
+        "fraction", "down", "4-grams of tokens that stood in the same response before, of those of all responses."
+    ),
+    "ppo/model_score": _metric("score", "up", "Mean score of the reward model alone, without a rule and weights."),
     "ppo/logprob_gap": _metric(
         "nats",
         "down",
@@ -303,8 +311,7 @@ class JsonlSink:
         line.update(finite)
         if notes:
             line["notes"] = notes
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line, allow_nan=False) + "\n")
+        records.append(self.path, line)
 
     def close(self) -> None:
         """Nothing is kept open."""

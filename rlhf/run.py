@@ -10,17 +10,18 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
-from rlhf import artifacts, distributed, heartbeat, memory, watchdog
+from rlhf import artifacts, distributed, heartbeat, memory, records, watchdog
 from rlhf.clock import PARTS, Clock, Totals
 from rlhf.config import RunConfig, save_config, to_dict
 from rlhf.data.collate import Sequences
+from rlhf.health import Health, Values, Verdict
 from rlhf.metrics import Accumulator, JsonlSink, Sink, TensorBoardSink, WandbSink, lookup, split_finite
 from rlhf.run_folder import HEARTBEAT, claim_folder, configure_logging, environment, seed_generators
 from rlhf.states import StateError
@@ -50,6 +51,7 @@ class Run:
         self.folder = Path(config.out_dir)
         self.metrics = Accumulator()
         self.totals = Totals()
+        self.health = Health(config.health)
         self._sinks = sinks
         self._started = started
         self._clock = Clock()
@@ -114,18 +116,22 @@ class Run:
         """Steps that an earlier attempt has made; 0 without a resume."""
         return self._first_step
 
-    def steps(self, batches: Iterable[Batch]) -> Iterator[tuple[int, Batch]]:
+    def steps(self, batches: Iterable[Batch]) -> Generator[tuple[int, Batch], None, None]:
         """The batches that are left, each with the number of steps that will have been made after it.
 
         Waiting for a batch counts as `time/input_seconds`.
         """
         left = iter(batches)
         self._write_progress("train")
-        for step in range(self._first_step + 1, self.num_steps + 1):
-            heartbeat.at_step(step, self.num_steps)
-            with self.timer("input"):
-                batch = next(left)
-            yield step, batch
+        try:
+            for step in range(self._first_step + 1, self.num_steps + 1):
+                heartbeat.at_step(step, self.num_steps)
+                with self.timer("input"):
+                    batch = next(left)
+                yield step, batch
+        finally:  # at once, and not when it is collected: a rollback iterates anew
+            if isinstance(left, Generator):
+                left.close()
 
     def count_tokens(self, num_tokens: Tensor | int) -> None:
         """Count real tokens (no padding) that this rank trained on; a tensor stays on its device."""
@@ -148,6 +154,21 @@ class Run:
         """A seed below 2^63 that depends on run.seed, `name` and `step` alone: same on all ranks and after a resume."""
         digest = hashlib.sha256(f"{self.config.seed}/{name}/{step}".encode()).digest()
         return int.from_bytes(digest[:8], "big") >> 1
+
+    def observe(self, step: int, values: Values) -> None:
+        """Let the detectors look at a step, and record which of them have begun or ceased to fire.
+
+        Args:
+            step: its number.
+            values: as `Health.observe` takes them, equal on all ranks.
+        """
+        for change in self.health.observe(step, values):
+            self._record_health(change.step, change.detector, "fires" if change.fires else "ceases", change.text)
+
+    def observe_failure(self, step: int, text: str) -> None:
+        """Record that a loss or gradient was not finite; what follows is the detector's verdict."""
+        change = self.health.not_finite(step, text)
+        self._record_health(change.step, change.detector, "fires", change.text)
 
     def log(self, step: int) -> None:
         """Write the train line after `step` steps if it is due: by run.log_every, or as the last one."""
@@ -220,7 +241,8 @@ class Run:
             "totals": vars(self.totals),
             "measured": {name: {k: str(v) for k, v in values.items()} for name, values in self._measured.items()},
             "metrics": split_finite(self._line[1])[0] if self._line[0] == step else {},
-            "records": self._position(),
+            "health": self.health.state_dict(),
+            "records": records.position(self.folder) if distributed.is_main() else {},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -234,9 +256,42 @@ class Run:
         self._measured = {name: {k: float(v) for k, v in values.items()} for name, values in measured}
         self._logged_step, self._first_step = int(state["logged_step"]), int(state["step"])
         self._progress.update(step=self._first_step)
-        fault = self._truncate_records(state["records"]) if distributed.is_main() else ""
-        distributed.same_on_all(not fault, fault, error=StateError)
+        self.health.load_state_dict(state.get("health", {}))
+        self._cut_records(state["records"])
         logger.info("resumed after step %d of %d", self._first_step, self.num_steps)
+
+    def roll_back(self, state: Mapping[str, Any], verdict: Verdict, name: str) -> None:
+        """Go on after the saved step as `load_state_dict`, and record why. Collective.
+
+        Time that has passed stays counted, as wall seconds. health.jsonl keeps its lines: what they say has happened.
+
+        Args:
+            state: of `state_dict`.
+            verdict: what went wrong.
+            name: of the state.
+
+        Raises:
+            StateError: on all ranks, lines that were written before the save are gone.
+        """
+        health = self.health.state_dict()
+        passed = self.totals
+        kept = {name: size for name, size in state["records"].items() if name != records.HEALTH}
+        self._clock.lap()
+        self._clock.cpu_lap()
+        self._line = (-1, {})
+        self.load_state_dict({**state, "records": kept, "health": health})
+        self.health.roll_back(state.get("health", {}))
+        self.totals.wall_seconds = passed.wall_seconds
+        self.totals.startup_seconds = passed.startup_seconds
+        self._record_health(
+            verdict.step, verdict.detector, "rollback", verdict.text,
+            state=name, rollbacks=self.health.rollbacks, lr_scale=self.health.lr_scale,
+        )  # fmt: skip
+
+    def give_up(self, step: int, detector: str, text: str) -> None:
+        """Record that a detector ends the run, and close the sinks."""
+        self._record_health(step, detector, "stop", text)
+        self._close("unhealthy")
 
     def window_state(self) -> dict[str, Any]:
         """What this rank has counted since the last train line."""
@@ -258,32 +313,26 @@ class Run:
 
     def stop(self) -> None:
         """Leave the run unfinished: close the sinks; `resume` in a later attempt goes on."""
-        self._write_progress("stopped")
+        self._close("stopped")
+
+    def _close(self, phase: str) -> None:
+        self._write_progress(phase)
         for sink in self._sinks:
             sink.close()
 
-    def _position(self) -> dict[str, int]:
-        """Bytes of the records so far, on their way to the disk; rank 0's count."""
-        path = self.folder / "metrics.jsonl"
-        if not distributed.is_main() or not path.exists():
-            return {path.name: 0}
-        with path.open("rb+") as file:
-            os.fsync(file.fileno())
-        return {path.name: path.stat().st_size}
+    def _record_health(self, step: int, detector: str, event: str, text: str, **more: Any) -> None:
+        """A line of health.jsonl, a warning in the log, and what fires in progress.json."""
+        if not distributed.is_main():
+            return
+        line = {"step": step, "time": round(time.time(), 3), "detector": detector, "event": event, "text": text, **more}
+        records.append(self.folder / records.HEALTH, line)
+        said = [text] * bool(text) + [f"{key} {value}" for key, value in more.items()]
+        logger.warning("health: %s, %s after step %d. %s", detector, event, step, ", ".join(said))
+        self._write_progress("train")
 
-    def _truncate_records(self, position: Mapping[str, int]) -> str:
-        """Drop what was written after the save; returns what is wrong, if anything is."""
-        for name, size in position.items():
-            path = self.folder / name
-            found = path.stat().st_size if path.exists() else 0
-            if found < size:
-                return (
-                    f"{path} has {found} bytes, but had {size} when the state was saved: lines are lost. Restore the "
-                    "file, or start a new run."
-                )
-            if found:
-                os.truncate(path, size)
-        return ""
+    def _cut_records(self, position: Mapping[str, int]) -> None:
+        fault = records.cut(self.folder, position) if distributed.is_main() else ""
+        distributed.same_on_all(not fault, fault, error=StateError)
 
     def finish(self, metrics: Mapping[str, float], model_dir: str | Path) -> None:
         """Write result.json, which marks the stage as done, and close the sinks.
@@ -305,6 +354,7 @@ class Run:
             "phase_seconds": {"startup": self.totals.startup_seconds, **self.totals.phase_seconds},
             "world_size": distributed.world_size(),
             "model_dir": os.path.relpath(model_dir, self.folder),
+            "rollbacks": self.health.rollbacks,
             "metrics": finite,
         }
         if notes:
@@ -365,7 +415,8 @@ class Run:
         if distributed.is_main():
             self._progress = {**self._progress, "phase": phase}
             progress, _ = split_finite({key: v for key, v in self._progress.items() if key != "phase"})
-            artifacts.write_json(self.folder / "progress.json", {**progress, "phase": phase})
+            health = {"firing": self.health.firing, "rollbacks": self.health.rollbacks}
+            artifacts.write_json(self.folder / "progress.json", {**progress, **health, "phase": phase})
 
 
 def _replace_text(path: Path, text: str) -> None:

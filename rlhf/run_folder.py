@@ -18,7 +18,7 @@ from rlhf.stopping import REQUEST
 
 HEARTBEAT = "heartbeat"
 """Folder of the ranks' records where `rlhf run` has named none."""
-RECORDS = ("metrics.jsonl", "samples.jsonl", "histograms.json", "result.json", "state", "model")
+RECORDS = ("metrics.jsonl", "health.jsonl", "samples.jsonl", "histograms.json", "result.json", "state", "model")
 _OUR_LOGGERS = ("rlhf", "step1_sft", "step2_reward", "step3_ppo", "__main__")
 
 

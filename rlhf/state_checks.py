@@ -92,7 +92,7 @@ def newest_intact(folder: Path) -> tuple[Path, dict[str, Any]]:
         logger.warning("%s. It is set aside; the state before it is tried.", fault)
         with distributed.together(f"setting {state} aside"):
             if distributed.is_main():
-                states.set_damaged_aside(state)
+                states.set_aside(state, "damaged")
 
 
 def _inspect(state: Path) -> tuple[dict[str, Any] | None, str]:

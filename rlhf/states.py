@@ -6,9 +6,11 @@
     state/step_00000120/ranks/        random generators and open metrics of each rank
 
 A state is written as `.step_00000120.part`, read back, given its record and then its name: one with the right name is
-complete. A name that ends in `.damaged` is a state whose files no longer are what was written.
+complete. A name that ends in `.damaged` is a state whose files no longer are what was written; `.unhealthy`, one that
+was saved when training had begun to go wrong.
 """
 
+import itertools
 import json
 import math
 import os
@@ -39,6 +41,11 @@ def complete(folder: Path) -> list[Path]:
     """States that were written to the end, oldest first."""
     found = [path for path in folder.glob("step_*") if (path / RECORD).is_file() and path.name[5:].isdigit()]
     return sorted(found)
+
+
+def step_of(state: Path) -> int:
+    """Steps made when a complete state was saved."""
+    return int(state.name[5:])
 
 
 def path_of(folder: Path, step: int) -> Path:
@@ -106,32 +113,48 @@ def share_of(names: Sequence[str], *, rank: int, world_size: int) -> list[str]:
     return sorted(names)[rank::world_size]
 
 
-def set_damaged_aside(state: Path) -> Path:
+def set_aside(state: Path, why: Literal["damaged", "unhealthy"]) -> Path:
     """Take a state out of those that count, without deleting it."""
-    target = state.with_name(f"{state.name}.damaged")
+    target = state.with_name(f"{state.name}.{why}")
     shutil.rmtree(target, ignore_errors=True)
     state.rename(target)
     return target
 
 
-def rotate(folder: Path, *, keep: int, best: tuple[str, Literal["up", "down"]] | None = None) -> list[Path]:
-    """Delete all but the newest states and the best one; returns what was deleted.
+def rotate(
+    folder: Path, *, keep: int, keep_good: int = 0, best: tuple[str, Literal["up", "down"]] | None = None
+) -> list[Path]:
+    """Delete all but the newest states, the newest good ones and the best one; returns what was deleted.
 
     Args:
         folder: of the states.
         keep: number of newest states to keep.
+        keep_good: number of newest states to keep among those that are good.
         best: metric, and whether more (`up`) or less of it is better; states whose record has it compete.
     """
     found = complete(folder)
-    kept = set(found[-keep:])
+    good = (path for path in reversed(found) if is_good(path))
+    kept = {*found[-keep:], *itertools.islice(good, keep_good)}
     if best is not None and (winner := best_of(folder, *best)) is not None:
         kept.add(winner)
     dropped = [path for path in found if path not in kept]
     for path in dropped:
-        # Without its record it no longer counts, whatever the rest of the deletion comes to.
-        (path / RECORD).unlink(missing_ok=True)
-        shutil.rmtree(path, ignore_errors=True)
+        delete(path)
     return dropped
+
+
+def delete(state: Path) -> None:
+    """Remove a state: without its record it no longer counts, whatever the rest of the deletion comes to."""
+    (state / RECORD).unlink(missing_ok=True)
+    shutil.rmtree(state, ignore_errors=True)
+
+
+def is_good(state: Path) -> bool:
+    """Whether it can be read and was saved while no detector that acts was over its limit (`rlhf/health.py`)."""
+    try:
+        return bool(read_record(state)["run"].get("health", {}).get("good", True))
+    except StateError:
+        return False
 
 
 def best_of(folder: Path, metric: str, direction: Literal["up", "down"]) -> Path | None:

@@ -6,6 +6,7 @@ cannot run this thread either; a timer of the standard library, which needs no l
 
 import contextlib
 import faulthandler
+import logging
 import os
 import signal
 import socket
@@ -19,6 +20,9 @@ from typing import IO, Any
 
 from rlhf import heartbeat, procfs
 from rlhf.config import WatchdogConfig
+from rlhf.health import UnhealthyError
+
+logger = logging.getLogger(__name__)
 
 LAUNCHER_PROCESS = "RLHF_LAUNCHER"
 """Variable with the process of `rlhf run`, as `process_name` writes it."""
@@ -42,11 +46,21 @@ _FRONT_END = b"deepspeed"
 
 @contextlib.contextmanager
 def watched(config: WatchdogConfig) -> Iterator[None]:
-    """Watch this process while it runs a stage, and note the exception that ends it."""
+    """Watch this process while it runs a stage, and note the exception that ends it.
+
+    Raises:
+        SystemExit: code 78 in the place of an UnhealthyError, which is written to the log: no traceback explains it.
+    """
     watchdog = _Watchdog(config)
     watchdog.start()
     try:
         yield
+    except UnhealthyError as error:
+        watchdog.end("failed", error)
+        faulthandler.dump_traceback_later(_END_SECONDS, exit=True)
+        if watchdog.rank == 0:
+            logger.error("%s: %s", type(error).__name__, error)
+        raise SystemExit(error.exit_code) from None
     except Exception as error:
         watchdog.end("failed", error)
         # A process group that other ranks have left can keep the interpreter from ending.
@@ -129,8 +143,10 @@ class _Watchdog:
         self._thread.join(timeout=5)
         faulthandler.cancel_dump_traceback_later()
         message = f"{type(error).__name__}: {str(error).strip()[:500]}" if error is not None else ""
+        code = error.exit_code if isinstance(error, UnhealthyError) else 0
+        error_time = time.time() if error is not None else 0.0
         with contextlib.suppress(OSError):  # the record must not hide what happened
-            self._write(state=state, error=message, error_time=time.time() if error is not None else 0.0)
+            self._write(state=state, error=message, error_time=error_time, exit_code=code)
         _current = None
 
     def _run(self) -> None:

@@ -12,6 +12,7 @@ from rlhf.data.dataset import SFTRow, TokenDataset
 from rlhf.data.loader import eval_micro_batches
 from rlhf.distributed import all_sum, rank, world_size
 from rlhf.engine import TrainEngine
+from rlhf.health import repeat_frac
 from rlhf.ops import to_columns
 from rlhf.rollout.answers import Answer
 
@@ -72,6 +73,7 @@ def summarise_answers(answers: Sequence[Answer]) -> dict[str, float]:
     return {
         "eval/stop_frac": sum(a.stopped for a in answers) / len(answers),
         "eval/distinct_frac": len({a.text for a in answers}) / len(answers),
+        "eval/repeat_frac": repeat_frac([a.response_ids for a in answers]),
         "eval/response_length": sum(len(a.response_ids) for a in answers) / len(answers),
     }
 

@@ -80,19 +80,21 @@ def train(cfg: SFTConfig) -> None:
     before = run.once("before", lambda: evaluate(0, answers=False))
 
     for step, batches in checkpoints.steps(loader):
-        with run.timer("update"):
-            count = all_sum(torch.stack([batch.loss_mask_BT.sum() for batch in batches]).sum())
-            for i, batch in enumerate(batches):
-                output = policy(**batch.sequences.inputs, target_mask_BT=batch.loss_mask_BT)
-                loss_sum, stats = sft_loss_sum(output, batch.loss_mask_BT)
-                policy.accumulate(loss_sum, count=count, last=i == len(batches) - 1)
-                run.metrics.add(stats)
-                run.count_batch(batch.sequences)
-            update = policy.step()
-        run.metrics.set({"train/lr": update.lr, "train/grad_norm": update.grad_norm})
-        run.log(step)
-        if run.every(cfg.run.eval_every, step) and step < len(loader):
-            evaluate(step, answers=False)
+        with checkpoints.guarded(step):
+            with run.timer("update"):
+                count = all_sum(torch.stack([batch.loss_mask_BT.sum() for batch in batches]).sum())
+                for i, batch in enumerate(batches):
+                    output = policy(**batch.sequences.inputs, target_mask_BT=batch.loss_mask_BT)
+                    loss_sum, stats = sft_loss_sum(output, batch.loss_mask_BT)
+                    policy.accumulate(loss_sum, count=count, last=i == len(batches) - 1)
+                    run.metrics.add(stats)
+                    run.count_batch(batch.sequences)
+                update = policy.step()
+            run.metrics.set({"train/lr": update.lr, "train/grad_norm": update.grad_norm})
+            run.observe(step, {"loss": update.loss})
+            run.log(step)
+            if run.every(cfg.run.eval_every, step) and step < len(loader):
+                evaluate(step, answers=False)
 
     after = evaluate(len(loader), answers=True)
     metrics = headline(before, after)

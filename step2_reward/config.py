@@ -77,5 +77,6 @@ class RewardConfig:
 
     def __post_init__(self) -> None:
         check_length(global_batch_size=self.global_batch_size, epochs=self.epochs, max_steps=self.max_steps)
+        self.run.check_supervised()
         if not (self.model.path or self.model.config):
             raise ValueError("model.path and model.config are both empty. Name a model folder or give a config.")

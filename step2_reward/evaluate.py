@@ -80,6 +80,7 @@ def summarise(judgements: Judgements, source_names: Sequence[str]) -> dict[str, 
         "eval/tie_frac": judgements.num_ties / (judgements.num_ties + len(margin)),
         "eval/calibration_error": calibration(margin).error,
     }
+    values["eval/score_low"], values["eval/score_high"] = min(judgements.score), max(judgements.score)
     correlation = pearson(judgements.score, judgements.length)
     if correlation is not None:
         values["eval/length_correlation"] = correlation

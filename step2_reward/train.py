@@ -10,8 +10,9 @@ import torch
 from rlhf import artifacts, ds_config
 from rlhf.checkpoint import Checkpoints
 from rlhf.config import parse_config
+from rlhf.data.batching import Batching
 from rlhf.data.collate import PreferenceBatch, collate_preferences
-from rlhf.data.dataset import PreferenceRow, build_dataset, report_lines
+from rlhf.data.dataset import PreferenceRow, TokenDataset, build_dataset, report_lines
 from rlhf.data.loader import Loader
 from rlhf.data.prefetch import Prefetch
 from rlhf.distributed import all_sum, device, rank, shutdown, world_size
@@ -19,12 +20,15 @@ from rlhf.engine import TrainEngine, setup, zero3_init
 from rlhf.models.build import build_reward_model, check_length_fits
 from rlhf.models.scalar_head import ScalarModel, scores_at
 from rlhf.run import Run
-from rlhf.stage import choose_batching, choose_scoring, export_model, load_language
+from rlhf.stage import Language, choose_batching, choose_scoring, export_model, load_language
 from rlhf.watchdog import watched
 from step2_reward.config import RewardConfig
 from step2_reward.evaluate import histograms, judge, summarise
 from step2_reward.loss import ranking_loss_sum
 from step2_reward.normalise import normalise_on_policy
+
+RANGE_ROWS = 256
+"""Prompts of the training rows whose responses give the range of scores where no row is held out."""
 
 
 def train(cfg: RewardConfig) -> None:
@@ -78,7 +82,7 @@ def train(cfg: RewardConfig) -> None:
         {"reward": ds_config.dtype_name(ds)},
         cfg.data,
         language,
-        longest_row=int(held_out.lengths.max(initial=1)),
+        longest_row=int((held_out if len(held_out) else dataset).lengths.max(initial=1)),
     )
     checkpoints = Checkpoints(run, {"reward": reward}, {"loader": loader}, language=language)
     checkpoints.resume()
@@ -93,34 +97,70 @@ def train(cfg: RewardConfig) -> None:
 
     before = run.once("before", lambda: evaluate(0))
     for step, batches in checkpoints.steps(loader):
-        with run.timer("update"):
-            count = all_sum(torch.stack([batch.weight_N.sum() for batch in batches]).sum())
-            for i, batch in enumerate(batches):
-                loss_sum, stats = ranking_loss_sum(
-                    scores_at(reward(**batch.sequences.inputs), batch.sequences.last_S),
-                    chosen_N=batch.chosen_N,
-                    rejected_N=batch.rejected_N,
-                    weight_N=batch.weight_N,
-                    margin_N=batch.margin_N if cfg.ranking.use_margin else batch.margin_N * 0,
-                    centring_coef=cfg.ranking.centring_coef,
-                )
-                reward.accumulate(loss_sum, count=count, last=i == len(batches) - 1)
-                run.metrics.add(stats)
-                run.count_batch(batch.sequences)
-            update = reward.step()
-        run.metrics.set({"train/lr": update.lr, "train/grad_norm": update.grad_norm})
-        run.log(step)
-        if run.every(cfg.run.eval_every, step) and step < len(loader):
-            evaluate(step)
+        with checkpoints.guarded(step):
+            with run.timer("update"):
+                count = all_sum(torch.stack([batch.weight_N.sum() for batch in batches]).sum())
+                for i, batch in enumerate(batches):
+                    loss_sum, stats = ranking_loss_sum(
+                        scores_at(reward(**batch.sequences.inputs), batch.sequences.last_S),
+                        chosen_N=batch.chosen_N,
+                        rejected_N=batch.rejected_N,
+                        weight_N=batch.weight_N,
+                        margin_N=batch.margin_N if cfg.ranking.use_margin else batch.margin_N * 0,
+                        centring_coef=cfg.ranking.centring_coef,
+                    )
+                    reward.accumulate(loss_sum, count=count, last=i == len(batches) - 1)
+                    run.metrics.add(stats)
+                    run.count_batch(batch.sequences)
+                update = reward.step()
+            run.metrics.set({"train/lr": update.lr, "train/grad_norm": update.grad_norm})
+            run.observe(step, {"loss": update.loss})
+            run.log(step)
+            if run.every(cfg.run.eval_every, step) and step < len(loader):
+                evaluate(step)
 
-    metrics = headline(before, evaluate(len(loader)))
-    if cfg.normalise.policy:
-        with run.timer("eval"):
-            metrics.update(normalise_on_policy(cfg, reward, language, scoring, seed=run.seed_for("normalise", 0)))
+    after = evaluate(len(loader))
+    with run.timer("eval"):
+        scores = final_scores(cfg, reward, language, dataset, after, batching=scoring, run=run)
+    metrics = {**headline(before, after), **scores}
     folder = export_model(
         reward, language, run, kind="reward", parents=[cfg.model.path, cfg.normalise.policy], metrics=metrics
     )
     run.finish(metrics, folder)
+
+
+def final_scores(
+    cfg: RewardConfig,
+    reward: TrainEngine,
+    language: Language,
+    dataset: TokenDataset[PreferenceRow],
+    after: Mapping[str, float],
+    *,
+    batching: Batching,
+    run: Run,
+) -> dict[str, float]:
+    """Range of the scores on preferences, in the unit of the exported model, and what normalised them. Collective.
+
+    Step 3 reads the range (`score_low`, `score_high`) in the manifest: what lies far above it, the model has not seen.
+
+    Args:
+        cfg: of the stage.
+        reward: the trained model; it is normalised here, if that is asked for.
+        language: of the model.
+        dataset: training rows, looked at where no row is held out.
+        after: the last evaluation.
+        batching: micro-batches without gradients.
+        run: names the seed of the answers that normalise.
+    """
+    if "eval/score_low" not in after:
+        seen = judge(reward, dataset, batching=batching, max_rows=RANGE_ROWS, pad_id=language.pad_id)
+        after = summarise(seen, [])
+    scores = {name: after[f"eval/{name}"] for name in ("score_low", "score_high") if f"eval/{name}" in after}
+    if not cfg.normalise.policy:
+        return scores
+    found = normalise_on_policy(cfg, reward, language, batching, seed=run.seed_for("normalise", 0))
+    normalised = {name: (score - found["score_mean"]) / found["score_std"] for name, score in scores.items()}
+    return {**found, **normalised}
 
 
 def headline(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:

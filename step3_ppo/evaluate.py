@@ -6,6 +6,7 @@ from typing import Any
 from rlhf.data.batching import Batching
 from rlhf.data.dataset import PromptRow
 from rlhf.distributed import rank, world_size
+from rlhf.health import repeat_frac
 from rlhf.rollout.answers import Voice
 from step3_ppo.experience import ScoredSequence
 from step3_ppo.roles import Roles
@@ -36,6 +37,7 @@ def describe(sequences: Sequence[ScoredSequence]) -> dict[str, float]:
         "response_length": num_tokens / count,
         "stop_frac": sum(s.stopped for s in sequences) / count,
         "distinct_frac": len({s.text for s in sequences}) / count,
+        "repeat_frac": repeat_frac([s.response_ids for s in sequences]),
     }
     entropies = [s.entropy * len(s.response_ids) for s in sequences if s.entropy is not None]
     if len(entropies) == count:

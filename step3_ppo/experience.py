@@ -40,6 +40,8 @@ class ScoredSequence:
     """Mean over tokens, nats, of the policy that sampled; None where only the decoder looked."""
     score: float
     """Score as the reward model and the rule give it, before clipping and penalties."""
+    model_score: float
+    """Score of the reward model alone."""
     gold: float | None
     """Score of the gold rule, which is measured and not trained on."""
 

@@ -84,6 +84,27 @@ def check_artifacts(cfg: PPOConfig) -> None:
             artifacts.check_same_text(actor, manifest)
 
 
+def score_range(cfg: PPOConfig) -> dict[str, float]:
+    """`score_low` and `score_high`: what the reward model gave to the preferences of step 2; empty if nobody noted it.
+
+    Raises:
+        ArtifactError: it is not there, and a detector is to act on it.
+    """
+    assert cfg.reward.path
+    manifest = artifacts.read_manifest(cfg.reward.path)
+    found = {name: manifest.metrics.get(name) for name in ("score_low", "score_high")}
+    values = {name: value for name, value in found.items() if value is not None}
+    if len(values) == len(found):
+        return values
+    action = cfg.run.health.reward_above_training.action
+    if action in ("stop", "rollback"):
+        raise artifacts.ArtifactError(
+            f"run.health.reward_above_training.action is {action}, but the manifest of {cfg.reward.path} has no "
+            "score_low and score_high. Run step 2 again with this version, or set the action to off."
+        )
+    return {}
+
+
 def check_language(cfg: PPOConfig, language: Language) -> None:
     """Check that prompts are written as the actor knows them: data.template may name another template than its own.
 

@@ -199,6 +199,7 @@ def score_responses(
                     old_value_R=value_SR[k, :length].clone(),
                     entropy=None if entropy_SR is None else float(entropy_SR[k, :length].mean()),
                     score=score,
+                    model_score=score_S[k],
                     gold=gold,
                 )
             )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rlhf import ds_config
-from rlhf.checkpoint import Checkpoints, Stateful
+from rlhf.checkpoint import Checkpoints
 from rlhf.config import TokenizerConfig, parse_config
 from rlhf.data.batching import Batching
 from rlhf.data.dataset import PromptRow, build_dataset, report_lines
@@ -23,6 +23,7 @@ from rlhf.distributed import all_gather_objects, all_max, device, device_type, r
 from rlhf.engine import setup
 from rlhf.memory import measure_growth
 from rlhf.models.build import read_config
+from rlhf.resumable import Stateful
 from rlhf.rollout.answers import Voice
 from rlhf.rollout.graphs import check_graphs
 from rlhf.rollout.plan import Demand, MemoryPlan
@@ -40,7 +41,15 @@ from step3_ppo.evaluate import answer_held_out, describe, to_samples
 from step3_ppo.experience import Experience, ScoredSequence, right_pad, sequence_mask, to_experience
 from step3_ppo.kl import KLCoefficient
 from step3_ppo.rewards import KL_ESTIMATORS, RunningScale, shape_score
-from step3_ppo.roles import Roles, build_roles, check_artifacts, check_language, load_ds_configs, model_configs
+from step3_ppo.roles import (
+    Roles,
+    build_roles,
+    check_artifacts,
+    check_language,
+    load_ds_configs,
+    model_configs,
+    score_range,
+)
 from step3_ppo.rollout import Judges, describe_decoding, roll_out, score_responses
 from step3_ppo.update import update
 
@@ -50,6 +59,7 @@ logger = logging.getLogger(__name__)
 def train(cfg: PPOConfig) -> None:
     """Improve the SFT policy by PPO and leave folders of the policy and the critic."""
     check_artifacts(cfg)
+    reward_range = score_range(cfg)
     ds = load_ds_configs(cfg)
     language = load_language(cfg.data, TokenizerConfig(), cfg.actor, stage="ppo")
     check_language(cfg, language)
@@ -71,10 +81,7 @@ def train(cfg: PPOConfig) -> None:
     run.write_data_report(prompts.report, report_lines(prompts.report))
     roles = build_roles(cfg, language, ds, num_updates=cfg.num_updates)
     judges = make_judges(cfg)
-    held_out = build_dataset(
-        cfg.data, stage="ppo", part="eval", template=language.template, tokenizer=language.tokenizer
-    )
-    rows = [held_out[i] for i in evenly_spaced(len(held_out), cfg.eval.generate_rows)]
+    rows = held_out_rows(cfg, language)
     kl_coef, scale = KLCoefficient(cfg.kl), RunningScale()
     engines = {"actor": roles.actor, "critic": roles.critic}
     parts: dict[str, Stateful] = {"loader": loader, "kl_coef": kl_coef, "scale": scale}
@@ -87,35 +94,52 @@ def train(cfg: PPOConfig) -> None:
     evaluate = make_evaluation(cfg, roles, voice, judges, score_batching, rows, run)
     before = run.once("before", lambda: evaluate(0, "before"))
     for step, micro_batches in checkpoints.steps(loader):
-        with run.timer("rollout"), rollout_memory(run, voice.plan, step=step):
-            mine = [row for micro in micro_batches for row in micro]
-            samples, decoded = roll_out(
-                roles, voice, mine, samples_per_prompt=cfg.rollout.samples_per_prompt, seed=cfg.run.seed, step=step
-            )
-        with run.timer("score"):
-            sequences = score_responses(
-                roles, voice, samples, judges, batching=score_batching, rescore=cfg.rollout.old_logprobs == "rescore"
-            )
-            if roles.actor.step_count == 0 and not cfg.reference.path:
-                kl_is_zero(sequences, dtype=dtype)
-            score_B = shaped_scores(sequences, scale, cfg.shaping)
-            kl_BR = penalty_kl(sequences, cfg.kl.estimator)
-            experience = to_experience(sequences, score_B, kl_BR, kl_coef=kl_coef.value, gae_config=cfg.gae)
-        with run.timer("update"):
-            update(roles, experience, voice, cfg.update, run, batching=update_batching, step=step, dtype=dtype)
-        values = summarise(experience, kl_coef=kl_coef.value)
-        run.metrics.set({**values, **describe_decoding(decoded)})
-        kl_coef.update(values["ppo/kl_ref"], num_sequences=len(sequences))
-        run.count_tokens(sum(sample.num_tokens for sample in samples[rank() :: world_size()]))
-        run.log(step)
-        if run.every(cfg.run.eval_every, step) and step < len(loader):
-            evaluate(step, "after")
+        with checkpoints.guarded(step):
+            with run.timer("rollout"), rollout_memory(run, voice.plan, step=step):
+                mine = [row for micro in micro_batches for row in micro]
+                samples, decoded = roll_out(
+                    roles, voice, mine, samples_per_prompt=cfg.rollout.samples_per_prompt, seed=cfg.run.seed, step=step
+                )
+            with run.timer("score"):
+                sequences = score_responses(
+                    roles,
+                    voice,
+                    samples,
+                    judges,
+                    batching=score_batching,
+                    rescore=cfg.rollout.old_logprobs == "rescore",
+                )
+                if roles.actor.step_count == 0 and not cfg.reference.path:
+                    kl_is_zero(sequences, dtype=dtype)
+                score_B = shaped_scores(sequences, scale, cfg.shaping)
+                kl_BR = penalty_kl(sequences, cfg.kl.estimator)
+                experience = to_experience(sequences, score_B, kl_BR, kl_coef=kl_coef.value, gae_config=cfg.gae)
+            with run.timer("update"):
+                updated = update(
+                    roles, experience, voice, cfg.update, run, batching=update_batching, step=step, dtype=dtype
+                )
+            values = summarise(experience, kl_coef=kl_coef.value)
+            run.metrics.set({**values, **describe_decoding(decoded)})
+            kl_coef.update(values["ppo/kl_ref"], num_sequences=len(sequences))
+            run.count_tokens(sum(sample.num_tokens for sample in samples[rank() :: world_size()]))
+            run.observe(step, {**values, **updated, **reward_range})
+            run.log(step)
+            if run.every(cfg.run.eval_every, step) and step < len(loader):
+                evaluate(step, "after")
 
     metrics = headline(before, evaluate(len(loader), "after"), judges)
     parents = [cfg.actor.path, cfg.reward.path]
     folder = export_model(roles.actor, language, run, kind="policy", parents=parents, metrics=metrics)
     export_model(roles.critic, language, run, kind="critic", parents=parents, metrics={}, name="critic")
     run.finish(metrics, folder)
+
+
+def held_out_rows(cfg: PPOConfig, language: Language) -> list[PromptRow]:
+    """Prompts that the evaluation answers."""
+    held_out = build_dataset(
+        cfg.data, stage="ppo", part="eval", template=language.template, tokenizer=language.tokenizer
+    )
+    return [held_out[i] for i in evenly_spaced(len(held_out), cfg.eval.generate_rows)]
 
 
 def make_voice(cfg: PPOConfig, language: Language, roles: Roles) -> Voice:
@@ -304,6 +328,7 @@ def summarise(experience: Experience, *, kl_coef: float) -> dict[str, float]:
         # The update measures the entropy: where the decoder's log-probs are the old ones, nothing else has seen it.
         **{f"ppo/{name}": value for name, value in describe(sequences).items() if name != "entropy"},
         "ppo/kl_coef": kl_coef,
+        "ppo/model_score": sum(s.model_score for s in sequences) / len(sequences),
         "ppo/reward": float(experience.reward_BR.sum()) / len(sequences),
         "value/explained_variance": explained_variance(experience),
     }

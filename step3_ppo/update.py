@@ -30,7 +30,7 @@ def update(
     batching: Batching,
     step: int,
     dtype: str,
-) -> None:
+) -> dict[str, float]:
     """Several epochs of minibatches over the rollout; each minibatch is one step of the critic and of the actor.
 
     Args:
@@ -42,9 +42,14 @@ def update(
         batching: how sequences become micro-batches, of actor and critic alike.
         step: number of the PPO step, from 1.
         dtype: type that the actor computes in.
+
+    Returns:
+        Over the minibatches and all ranks, per response token: `loss` of the critic and, where the actor was trained,
+        `ppo/entropy`.
     """
     trains_actor = step > config.critic_warmup_steps
     num_skipped = 0
+    num_tokens = loss_sum = entropy_sum = 0.0
     rounding = max(TOLERANCE[dtype], TOLERANCE[voice.lending.computes_in(dtype)])
     num_minibatches = config.epochs * -(-len(experience.sequences) // config.minibatch_size)
     for epoch in range(config.epochs):
@@ -69,14 +74,18 @@ def update(
             if trains_actor:
                 # Only there is the actor still the policy that sampled.
                 gap_limit = rounding if epoch == number == 0 else None
-                kl_old = _update_actor(
+                kl_old, entropy = _update_actor(
                     roles, micro_batches, voice, config, run, count=count, gap_limit=gap_limit, dtype=dtype
                 )
+                entropy_sum += entropy * count
                 if config.target_kl and kl_old > config.target_kl:
                     num_skipped = 1
-            _update_critic(roles, micro_batches, config, run, count=count)
+            loss_sum += _update_critic(roles, micro_batches, config, run, count=count) * count
+            num_tokens += count
     num_left_out = max(0, num_skipped - 1)
     run.metrics.add({"policy/skipped_frac": (num_left_out, num_minibatches)})
+    entropy_mean = {"ppo/entropy": entropy_sum / num_tokens} if trains_actor else {}
+    return {"loss": loss_sum / num_tokens, **entropy_mean}
 
 
 def _global_count(micro_batches: list[MicroBatch]) -> float:
@@ -94,13 +103,15 @@ def _update_actor(
     count: float,
     gap_limit: float | None,
     dtype: str,
-) -> float:
-    """One optimiser step of the actor; returns KL of the rollout policy to the actor before it, nats per token.
+) -> tuple[float, float]:
+    """One optimiser step of the actor; returns KL of the rollout policy to the actor before it, and its entropy.
+
+    Both are nats per token.
 
     With `gap_limit` the weights are those that sampled: how far the decoder's log-probs are from this forward's is
     measured, and said if it is more.
     """
-    sums = torch.zeros(2, device=roles.actor.device)
+    sums = torch.zeros(3, device=roles.actor.device)
     for i, micro in enumerate(micro_batches):
         actor = score_tokens(roles.actor, micro.batch, voice, num_columns=micro.mask_SR.shape[1])
         if roles.actor.step_count == 0:
@@ -121,10 +132,11 @@ def _update_actor(
         run.metrics.add({**stats, "ppo/entropy": (entropy_sum.detach(), micro.mask_SR.sum())})
         run.count_padding(micro.batch.sequences)
         gap_SR = (actor.logprob_SR.detach() - micro.rollout_logprob_SR).abs()
-        sums += torch.stack([torch.as_tensor(stats["policy/kl_old"][0]), masked_sum(gap_SR, micro.mask_SR)])
+        kl_sum, gap_sum = torch.as_tensor(stats["policy/kl_old"][0]), masked_sum(gap_SR, micro.mask_SR)
+        sums += torch.stack([kl_sum, gap_sum, entropy_sum.detach()])
     update = roles.actor.step()
     run.metrics.set({"train/lr": update.lr, "train/grad_norm": update.grad_norm})
-    kl_old, gap = (all_sum(sums) / count).tolist()
+    kl_old, gap, entropy = (all_sum(sums) / count).tolist()
     if gap_limit is not None:
         run.metrics.set({"ppo/logprob_gap": gap})
         if not gap <= gap_limit:
@@ -132,13 +144,13 @@ def _update_actor(
                 "decoder and update differ by %.2e nats per token on the same weights, more than rounding (%.0e). Set "
                 "rollout.old_logprobs=rescore and update.importance_cap=2.", gap, gap_limit,
             )  # fmt: skip
-    return float(kl_old)
+    return float(kl_old), float(entropy)
 
 
 def _update_critic(
     roles: Roles, micro_batches: list[MicroBatch], config: UpdateConfig, run: Run, *, count: float
-) -> None:
-    """One optimiser step of the critic."""
+) -> float:
+    """One optimiser step of the critic; returns its loss, per token."""
     for i, micro in enumerate(micro_batches):
         loss, stats = value_loss_sum(
             estimate_values(roles.critic, micro.batch, num_columns=micro.mask_SR.shape[1]),
@@ -151,3 +163,4 @@ def _update_critic(
         run.metrics.add(stats)
     update = roles.critic.step()
     run.metrics.set({"critic/lr": update.lr, "critic/grad_norm": update.grad_norm})
+    return update.loss

@@ -1,12 +1,14 @@
 """A run with nothing in it, so that states can be saved and resumed without a stage."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlhf.artifacts import Contract
 from rlhf.checkpoint import Checkpoints
 from rlhf.config import RunConfig
+from rlhf.health import Health, Verdict
+from rlhf.health_config import HealthConfig, NonFiniteConfig
 
 CONTRACT = Contract(tokenizer="t", template_name="plain", template_fingerprint="f", stop_token_id=2)
 
@@ -43,14 +45,15 @@ class TinyRun:
         self.num_steps = num_steps
         self.first_step = 0
         self.values: dict[str, float] = {}
+        self.health = Health(HealthConfig(non_finite=NonFiniteConfig(action="rollback")))
         self.windows: list[Any] = []
         self.stopped = False
 
-    def steps(self, batches: Iterable[Any]) -> Iterator[tuple[int, Any]]:
+    def steps(self, batches: Iterable[Any]) -> Generator[tuple[int, Any], None, None]:
         yield from enumerate(batches, start=self.first_step + 1)
 
     def state_dict(self, step: int) -> dict[str, Any]:
-        return {"step": step, "metrics": dict(self.values)}
+        return {"step": step, "metrics": dict(self.values), "health": self.health.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.first_step = state["step"]
@@ -62,6 +65,16 @@ class TinyRun:
         self.windows = list(windows)
 
     def stop(self) -> None:
+        self.stopped = True
+
+    def observe_failure(self, step: int, text: str) -> None:
+        self.health.not_finite(step, text)
+
+    def roll_back(self, state: Mapping[str, Any], verdict: Verdict, name: str) -> None:
+        self.load_state_dict(state)
+        self.health.roll_back(state["health"])
+
+    def give_up(self, step: int, detector: str, text: str) -> None:
         self.stopped = True
 
 

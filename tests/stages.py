@@ -25,6 +25,7 @@ from rlhf.config import (
     SplitConfig,
     TokenizerConfig,
 )
+from rlhf.health_config import HealthConfig, LossConfig
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig
 from step3_ppo.config import DeepSpeedConfigs, PPOConfig, RolloutConfig, UpdateConfig
@@ -70,7 +71,7 @@ def yes_rows(num_rows: int, *, seed: int = 0) -> list[dict[str, Any]]:
     for number in range(num_rows):
         prompt = " ".join([f"q{number}", *rng.choices(("is", "it", "so", "red", "big"), k=rng.randint(0, 5))])
         answers = {" ".join(rng.choices(("yes", "no", "ok"), k=rng.randint(1, 5))) for _ in range(3)} | {"yes no", "no"}
-        answers = sorted(answers, key=lambda text: rng.random())[: rng.randint(2, 4)]
+        answers = sorted(sorted(answers), key=lambda text: rng.random())[: rng.randint(2, 4)]
         ranks = [answer.split().count("yes") for answer in answers]
         if len(set(ranks)) == 1:
             answers, ranks = [*answers, "yes yes yes yes yes yes"], [*ranks, 6]
@@ -128,6 +129,29 @@ def sft_config(folder: Path, rows: Path, **changes: Any) -> SFTConfig:
     return changed(config, **changes)
 
 
+def exploding(folder: Path, rows: Path, *, action: str, **changes: Any) -> Any:
+    """Step 1 at a rate that grows until the loss blows up after four quiet steps; a hundredth of it would not.
+
+    Rows of `digit_rows`, which are the same in every process. The limit is close, so that the few steps of a test are
+    enough to learn it and to pass it twice in a row.
+    """
+    values: dict[str, Any] = {
+        "max_steps": 24,
+        "run__save_every": 3,
+        "run__health": HealthConfig(
+            loss_explosion=LossConfig(action=action, factor=2.0, window=4, patience=2),  # type: ignore[arg-type]
+            rollback_lr_factor=0.01,
+        ),
+        "optim__lr": 3.0,
+        "optim__warmup_frac": 0.99,
+        "optim__clip_norm": 0.0,
+        "model__dropout": 0.1,
+        "eval__max_rows": 0,
+        "eval__generate_rows": 0,
+    }
+    return sft_config(folder, rows, **{**values, **changes})
+
+
 def reward_config(folder: Path, rows: Path, *, base: Path, **changes: Any) -> RewardConfig:
     config = RewardConfig(
         model=ModelConfig(path=str(base), dropout=0.0),
@@ -183,6 +207,12 @@ def weights(folder: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
     return load_file(folder / "model.safetensors")
+
+
+def events(folder: Path) -> list[dict[str, Any]]:
+    """health.jsonl without the clock's part."""
+    lines = [json.loads(line) for line in (folder / "health.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key != "time"} for line in lines]
 
 
 class Killed(BaseException):

@@ -70,6 +70,7 @@ class Loader(Generic[RowT_co]):
         limit = max_steps * global_batch_size if max_steps else math.inf
         self.num_rows = int(min(limit, math.inf if math.isinf(epochs) else max(1, round(epochs * self.epoch_rows))))
         self.consumed_rows = 0
+        self.skipped_rows = 0
         self._order: tuple[int, npt.NDArray[np.int64]] = (-1, np.zeros(0, np.int64))
 
     def __len__(self) -> int:
@@ -84,7 +85,7 @@ class Loader(Generic[RowT_co]):
     def __iter__(self) -> Iterator[list[list[RowT_co]]]:
         while self.consumed_rows < self.num_rows:
             end = min(self.consumed_rows + self.global_batch_size, self.num_rows)
-            rows = [self.row_at(position) for position in range(self.consumed_rows, end)]
+            rows = [self.row_at(position + self.skipped_rows) for position in range(self.consumed_rows, end)]
             shares = self.batching.split(self.dataset.lengths[rows].tolist(), world_size=self.world_size)
             # Before the yield: whoever saves in the loop's body has trained on this batch.
             self.consumed_rows = end
@@ -99,7 +100,13 @@ class Loader(Generic[RowT_co]):
 
     def state_dict(self) -> dict[str, Any]:
         """What a resume needs."""
-        return {"consumed_rows": self.consumed_rows, "seed": self.seed, "rows": self.dataset.key, "draws": self.draws}
+        return {
+            "consumed_rows": self.consumed_rows,
+            "skipped_rows": self.skipped_rows,
+            "seed": self.seed,
+            "rows": self.dataset.key,
+            "draws": self.draws,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where the state was taken, on any number of ranks and with any batch size.
@@ -115,6 +122,14 @@ class Loader(Generic[RowT_co]):
                 "section and run.seed, or start a new run."
             )
         self.consumed_rows = int(state["consumed_rows"])
+        self.skipped_rows = int(state.get("skipped_rows", 0))
+
+    def skip_past(self, later: dict[str, Any]) -> None:
+        """Go on with the rows after those that a later state had taken; as many steps as before are left.
+
+        The order has no end, so the rows that are left out are made up for after the last one.
+        """
+        self.skipped_rows = later["consumed_rows"] + later["skipped_rows"] - self.consumed_rows
 
     def _epoch_order(self, epoch: int) -> npt.NDArray[np.int64]:
         """Rows of one epoch, shuffled.

@@ -20,6 +20,9 @@ class Source(Protocol[Raw_co]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""
 
+    def skip_past(self, later: dict[str, Any]) -> None:
+        """Leave out the rows up to a later state."""
+
 
 class Prefetch(Generic[Raw, Batch]):
     """A loader one step ahead, on a thread of its own. Its state is that of the step handed out last."""
@@ -28,7 +31,7 @@ class Prefetch(Generic[Raw, Batch]):
         """Wrap a loader.
 
         Args:
-            source: iterated once.
+            source: iterated by one iteration at a time.
             prepare: from what the loader yields to what the step takes; called on the thread.
         """
         self.source = source
@@ -59,5 +62,10 @@ class Prefetch(Generic[Raw, Batch]):
         return self.source.state_dict() if self._state is None else self._state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where the state was taken; before the first step."""
+        """Go on where the state was taken; while no iteration is open."""
         self.source.load_state_dict(state)
+        self._state = None
+
+    def skip_past(self, later: dict[str, Any]) -> None:
+        """As the loader's; while no iteration is open."""
+        self.source.skip_past(later)

@@ -25,6 +25,9 @@ STAGES = ("step1_sft", "step2_reward", "step3_ppo")
 LAYERS = (
     (
         "config",
+        "health_config",
+        "health",
+        "records",
         "data.schema",
         "data.formats",
         "data.splits",
@@ -53,7 +56,7 @@ LAYERS = (
         "states",
         "state_writer",
     ),
-    ("metrics", "models", "data", "clock", "rng", "run_folder", "universal", "state_checks"),
+    ("metrics", "models", "data", "clock", "rng", "run_folder", "universal", "state_checks", "resumable"),
     ("engine", "run", "rollout", "checkpoint", "model_folder"),
     ("stage", "bench", "from_state"),
     ("show", "cli"),

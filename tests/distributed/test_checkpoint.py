@@ -15,7 +15,16 @@ from rlhf.model_folder import save_model_folder
 from rlhf.states import StateError, read_record
 from rlhf.universal import weights_of
 from tests.distributed.harness import Ranks
-from tests.distributed.tiny import EOS, VOCAB, engine_of, steps_of_rows, tiny_opt, train_step
+from tests.distributed.tiny import (
+    EOS,
+    VOCAB,
+    engine_of,
+    loss_sum,
+    micro_batches,
+    steps_of_rows,
+    tiny_opt,
+    train_step,
+)
 from tests.saving import Counter, TinyRun, checkpoints, resume, save
 
 STAGES = ["cpu_zero0", "cpu_zero1", "cpu_zero2", "cpu_zero3"]
@@ -64,6 +73,38 @@ def resume_job(folder: str) -> list[tuple[str, bool, bool]]:
         same = same and (saved_state is None or read_alone(where / "state" / "step_00000002", saved_state))
         seen.append((case, found == expected, same))
     return seen
+
+
+def turn_back_job(folder: str) -> list[tuple[str, bool, bool]]:
+    """Two steps, a save, two others, one whose loss is no number; then back to the state, and the two again."""
+    engine.setup(timeout_seconds=60)
+    seen = []
+    steps = steps_of_rows(4)
+    for name, bf16 in itertools.product(STAGES, (False, True)):
+        case = f"{name} {'bf16' if bf16 else 'fp32'}"
+        torch.manual_seed(5)
+        trained = dropout_engine(name, {"bf16": {"enabled": bf16}})
+        trained_losses(trained, steps[:2])
+        written = checkpoints(TinyRun(Path(folder) / case, resume=True), {"policy": trained})
+        written.save(2)
+        expected, expected_state = trained_losses(trained, steps[2:]), trained.full_state_dict()
+        with written.guarded(5):
+            loss = loss_sum(trained, micro_batches(steps[0], 1)[0])
+            trained.accumulate(loss * (float("nan") if distributed.rank() == 1 else 1.0), count=9, last=True)
+            trained.step()
+            raise AssertionError("a loss that is not finite went through")
+        written.resume()
+        assert trained.step_count == 2
+        found, found_state = trained_losses(trained, steps[2:]), trained.full_state_dict()
+        same = expected_state is None or all(torch.equal(expected_state[k], found_state[k]) for k in expected_state)
+        seen.append((case, found == expected, same))
+    return seen
+
+
+def test_an_engine_is_taken_back_to_a_state_bit_by_bit(ranks: Ranks, tmp_path: Path) -> None:
+    """D20: also after a loss that was no number on one rank, whose gradients lie about; at every stage."""
+    for case, same_losses, same_weights in ranks(turn_back_job, folder=str(tmp_path), timeout=120)[0]:
+        assert same_losses and same_weights, case
 
 
 def read_alone(state: Path, expected: dict[str, torch.Tensor]) -> bool:

@@ -39,6 +39,12 @@ def metrics(run_dir: Path) -> dict[str, dict[str, Any]]:
     return {name: stage["metrics"] for name, stage in summary["stages"].items()}
 
 
+def test_no_detector_fires(run_dir: Path) -> None:
+    """All stages are watched with the default limits."""
+    for stage in ("step1_sft", "step2_reward", "step3_ppo"):
+        assert (run_dir / stage / "progress.json").is_file() and not (run_dir / stage / "health.jsonl").exists()
+
+
 def test_sft_learns_and_stops(run_dir: Path) -> None:
     sft = metrics(run_dir)["step1_sft"]
     assert sft["eval_loss_after"] < 0.3 * sft["eval_loss_before"]

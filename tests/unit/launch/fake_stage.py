@@ -5,7 +5,7 @@
 FAKE_STAGE holds what goes wrong, `<stage>:<what>` separated by commas: `exit3`, `kill`, `hang` (while it starts),
 `state` (leaves a saved state, then exits 1), `steps` (fails in its steps without one), `patient` (waits in its steps
 until it is asked to stop, then saves), `silent` (exits 0 without a result),
-`advance` (gets two steps further each time, up to 6).
+`unhealthy` (a detector stopped it), `advance` (gets two steps further each time, up to 6).
 """
 
 import json
@@ -69,7 +69,12 @@ def go_wrong(fault: str, out: Path) -> None:
     if fault in ("state", "patient"):
         save_state(out, 1)
         raise SystemExit(75 if fault == "patient" else 1)
-    if fault == "steps":
+    if fault == "unhealthy":
+        beat = {"state": "failed", "error": "UnhealthyError: the loss is 9", "error_time": 1.0, "exit_code": 78}
+        folder = Path(os.environ["RLHF_WATCH_DIR"])
+        heartbeat.write_beat(folder, heartbeat.Beat(rank=1, world_size=2, host="h", pid=os.getpid(), **beat))
+        save_state(out, 1)
+    if fault in ("steps", "unhealthy"):
         raise SystemExit(1)
 
 

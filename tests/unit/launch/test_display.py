@@ -28,6 +28,8 @@ def test_text() -> None:
         progress_text({"step": 4, "num_steps": 4, "score": None, "eta_seconds": 0.0, "phase": "done"})
         == "step 4/4  (done)"
     )
+    firing = {"step": 3, "num_steps": 4, "firing": ["kl_explosion"], "rollbacks": 1, "phase": "train"}
+    assert progress_text(firing) == "step 3/4  unhealthy: kl_explosion  (train)"
     assert progress_text({}) == ""
 
 

@@ -93,6 +93,7 @@ def test_changed_input_runs_its_stage_and_what_follows(options: RunOptions, caps
 def test_cadence_of_logs_is_no_input(options: RunOptions, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(options) == 0
     changed = ("--sft.run.log_every=7", "--ppo.run.tensorboard=true", "--ppo.run.watchdog.rollout_seconds=5")
+    changed = (*changed, "--sft.run.health.loss_explosion.action=stop", "--ppo.run.health.kl_explosion.limit=2")
     assert run(replace(options, overrides=changed)) == 0
     assert capsys.readouterr().out.count("skipped") == 3
 
@@ -172,6 +173,19 @@ def test_restarts_continue_from_the_saved_state(
     assert summary(options)["stages"]["step2_reward"]["attempt"] == 3
 
 
+def test_a_stage_that_a_detector_stopped_is_not_started_again(
+    options: RunOptions, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Known by what the rank has written down: on its way through launchers the exit code has become 1."""
+    monkeypatch.setenv("FAKE_STAGE", "step1_sft:unhealthy")
+    assert run(replace(options, restarts=5, restart_delay=0)) == 78
+    out = capsys.readouterr().out
+    assert "step1_sft failed: rank 1 failed: UnhealthyError: the loss is 9." in out
+    assert "not started again: a detector of run.health stopped it, and would stop it again." in out
+    assert "--resume continues from the saved state." in out
+    assert logs(options) == ["step1_sft.1.log"]
+
+
 def test_restarts_end_where_nothing_is_gained(
     options: RunOptions, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -217,6 +231,7 @@ def test_resume_on_another_zero_stage_is_left_to_the_stage(
     assert run(options) == 1
     assert run(replace(options, resume=True, overrides=("--sft.deepspeed=cpu_zero2",))) == 1
     assert starts.read_text().splitlines()[-1] == "resume=True"
+    assert run(replace(options, resume=True, overrides=("--sft.run.health.loss_explosion.action=off",))) == 1
     lr = ("--sft.optim.lr=0.5",)
     assert run(replace(options, resume=True, overrides=lr)) == 2
     assert run(replace(options, resume=True, resume_weights_only=True, overrides=lr)) == 1

@@ -43,6 +43,8 @@ def test_used_up_and_refused() -> None:
         restarts.next_delay(step=2, exit_code=1)
     with pytest.raises(GiveUpError, match="settings were refused"):
         Restarts(most=1, delay_seconds=0).next_delay(step=1, exit_code=2)
+    with pytest.raises(GiveUpError, match="a detector of run.health stopped it"):
+        Restarts(most=1, delay_seconds=0).next_delay(step=1, exit_code=78)
     with pytest.raises(GiveUpError, match="^$"):  # nobody has asked for restarts
         Restarts(most=0, delay_seconds=0).next_delay(step=1, exit_code=1)
 

@@ -18,6 +18,7 @@ from rlhf import run as run_module
 from rlhf.config import RunConfig
 from rlhf.data.collate import collate_sft
 from rlhf.data.dataset import SFTRow
+from rlhf.health_config import HealthConfig, LossConfig
 from rlhf.run import Run
 from rlhf.states import StateError
 
@@ -359,6 +360,43 @@ def test_F12_resumed_records_are_those_of_an_uninterrupted_run(tmp_path: Path, s
     last = lines(folder)[-2]  # of 3 steps and 15 tokens, wherever the attempts met
     assert last["step"] == 6
     assert last["speed/tokens_per_second"] == pytest.approx(15 / (3 * last["time/step_seconds"]))
+
+
+def test_a_run_is_turned_back(tmp_path: Path) -> None:
+    """Lines after the state go, what the detectors said stays; the time that has passed stays counted."""
+    health = HealthConfig(loss_explosion=LossConfig(action="rollback", window=1, patience=1))
+
+    def train(run: Run, losses: list[float]) -> None:
+        for step, loss in enumerate(losses, start=run.first_step + 1):
+            with run.timer("update"):
+                run.metrics.add({"train/loss": (loss, 1)})
+                run.count_tokens(10)
+            run.observe(step, {"loss": loss})
+            run.log(step)
+
+    run = start(tmp_path, num_steps=4, save_every=1, health=health)
+    train(run, [2.0])
+    state = json.loads(json.dumps(run.state_dict(1)))
+    assert state["records"]["health.jsonl"] == 0 and state["health"]["good"]
+    train_wall = run.state_dict(1)["totals"]["wall_seconds"]
+    run._first_step = 1
+    train(run, [2.5, 99.0])
+    verdict = run.health.take_verdict()
+    assert verdict is not None and (verdict.step, verdict.since) == (3, 3)
+    run.state_dict(3)  # what a save adds to the wall seconds
+    run.roll_back(state, verdict, "step_00000001")
+    assert run.first_step == 1 and [line["step"] for line in lines(tmp_path)] == [1]
+    assert run.state_dict(3)["metrics"] == {}, "the line of step 3 that was given up is nobody's best"
+    said = [json.loads(line) for line in (tmp_path / "health.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["event"]) for line in said] == [(3, "fires"), (3, "rollback")]
+    assert (said[1]["state"], said[1]["rollbacks"], said[1]["lr_scale"]) == ("step_00000001", 1, 0.5)
+    progress = json.loads((tmp_path / "progress.json").read_text())
+    assert (progress["rollbacks"], progress["firing"], progress["step"]) == (1, [], 1)
+    train(run, [2.0, 2.0, 2.0])
+    run.finish({}, tmp_path / "model")
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4]
+    assert result(tmp_path)["rollbacks"] == 1 and result(tmp_path)["num_tokens"] == 40
+    assert result(tmp_path)["seconds"] > train_wall
 
 
 def test_the_last_evaluation_is_not_there_twice_after_a_resume(tmp_path: Path) -> None:

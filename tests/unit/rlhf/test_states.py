@@ -29,7 +29,7 @@ def test_only_what_was_written_to_the_end_counts(tmp_path: Path) -> None:
     a_state(tmp_path, 12)
     states.part_of(tmp_path, 20).mkdir()  # killed inside a save
     (tmp_path / "step_00000030").mkdir()  # killed inside a deletion
-    states.set_damaged_aside(a_state(tmp_path, 40))
+    states.set_aside(a_state(tmp_path, 40), "damaged")
     assert [path.name for path in states.complete(tmp_path)] == ["step_00000003", "step_00000012"]
     assert states.complete(tmp_path / "nothing") == []
     states.discard_parts(tmp_path)
@@ -79,6 +79,20 @@ def test_rotation_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step_00000002", "step_00000004", "step_00000005"]
     states.rotate(tmp_path, keep=1)
     assert names(tmp_path) == ["step_00000005"]
+
+
+def test_rotation_keeps_good_states_too(tmp_path: Path) -> None:
+    """States 1 to 3 are good, one of before there were detectors among them; 4 to 6 were saved over a limit."""
+    for step in range(1, 7):
+        a_state(tmp_path, step, **({} if step == 2 else {"health": {"good": step <= 3}}))
+    assert [states.is_good(path) for path in states.complete(tmp_path)] == [True] * 3 + [False] * 3
+    states.rotate(tmp_path, keep=2, keep_good=2)
+    assert [states.step_of(path) for path in states.complete(tmp_path)] == [2, 3, 5, 6]
+    (states.path_of(tmp_path, 3) / "state.json").write_text("{")
+    assert not states.is_good(states.path_of(tmp_path, 3))
+    states.set_aside(states.path_of(tmp_path, 6), "unhealthy")
+    assert "step_00000006.unhealthy" in names(tmp_path)
+    assert [states.step_of(path) for path in states.complete(tmp_path)] == [2, 3, 5]
 
 
 def test_every_file_is_read_by_one_rank() -> None:

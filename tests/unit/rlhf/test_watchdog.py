@@ -51,6 +51,22 @@ def test_the_exception_that_ends_a_rank_is_in_its_record(tmp_path: Path) -> None
     assert abs(beat.error_time - time.time()) < 30
 
 
+def test_a_stop_by_a_detector_is_an_exit_code_and_a_sentence(tmp_path: Path) -> None:
+    process = python(
+        tmp_path,
+        """
+        from rlhf.health import UnhealthyError
+        with watchdog.watched(WatchdogConfig()):
+            raise UnhealthyError("the loss is 9")
+        """,
+    )
+    out, _ = process.communicate(timeout=60)
+    beat = read_beat(tmp_path, 1)
+    assert process.returncode == 78 and "Traceback" not in out and "UnhealthyError" not in out, "rank 0 says it"
+    assert beat is not None and (beat.state, beat.exit_code) == ("failed", 78)
+    assert beat.error == "UnhealthyError: the loss is 9"
+
+
 def test_a_rank_that_ends_well_says_so(tmp_path: Path) -> None:
     process = python(tmp_path, "with watchdog.watched(WatchdogConfig()): pass")
     process.communicate(timeout=30)

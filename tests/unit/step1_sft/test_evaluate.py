@@ -18,6 +18,7 @@ def test_answers_hand_worked() -> None:
     assert summarise_answers(answers) == {
         "eval/stop_frac": pytest.approx(2 / 3),
         "eval/distinct_frac": pytest.approx(2 / 3),
+        "eval/repeat_frac": pytest.approx(2 / 3),  # of one answer's three 4-grams, all the same
         "eval/response_length": 3.0,
     }
     assert summarise_answers([]) == {}

@@ -19,6 +19,7 @@ def test_summary_hand_worked():
     assert values["eval/pair_accuracy/b"] == 0.5
     assert values["eval/tie_frac"] == 0.25
     assert values["eval/margin"] == pytest.approx(2 / 3)
+    assert (values["eval/score_low"], values["eval/score_high"]) == (0, 3)
     expected_loss = sum(math.log1p(math.exp(-m)) for m in (2.0, -1.0, 1.0)) / 3
     assert values["eval/loss"] == pytest.approx(expected_loss)
     assert values["eval/length_correlation"] == pytest.approx(np.corrcoef([2, 0, 0, 1, 3, 2], [5, 1, 2, 3, 7, 4])[0, 1])

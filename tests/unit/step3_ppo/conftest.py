@@ -29,6 +29,7 @@ def sequence() -> Callable[..., ScoredSequence]:
             "old_value_R": draw(),
             "entropy": 1.0,
             "score": 0.5,
+            "model_score": 0.5,
             "gold": None,
         }
         return ScoredSequence(**{**values, **fields})

@@ -46,6 +46,7 @@ def test_hand_worked_means(sequence: Make) -> None:
         "response_length": 2.0,
         "stop_frac": 0.5,
         "distinct_frac": 0.5,
+        "repeat_frac": 0.0,
     }
     assert describe([]) == {}
     rated = two(sequence, gold=0.75)

@@ -151,6 +151,36 @@ def test_resume_goes_on_with_the_next_unseen_row(make_dataset: MakeDataset, worl
         assert len(resumed[0]) == len(whole)
 
 
+def test_rows_are_skipped_and_made_up_for(make_dataset: MakeDataset) -> None:
+    """After two steps back to the first, on with the fourth one's rows, as often as is needed, and with all steps."""
+    dataset = make_dataset(10)
+    endless = steps(loader(dataset, epochs=9))
+    whole = steps(loader(dataset, epochs=2))
+    assert len(whole) == 5
+    first = loader(dataset, epochs=2)
+    iterator = iter(first)
+    seen = [next(iterator)]
+    state = first.state_dict()
+    seen += [next(iterator), next(iterator)]
+    later = first.state_dict()
+    first.load_state_dict(state)
+    first.skip_past(later)
+    assert first.state_dict() == {**state, "skipped_rows": 8}
+    resumed = loader(dataset, epochs=2)
+    resumed.load_state_dict(first.state_dict())
+    again = iter(resumed)
+    next(again)
+    assert first.state_dict() != resumed.state_dict()
+    later = resumed.state_dict()
+    assert steps(first) == endless[3:7], "four steps are left, the last two of them of a third epoch"
+    resumed.load_state_dict(state)
+    resumed.skip_past(later)
+    assert steps(resumed) == endless[4:8]
+    old = {key: value for key, value in state.items() if key != "skipped_rows"}
+    resumed.load_state_dict(old)
+    assert resumed.skipped_rows == 0, "a state of before there were rollbacks"
+
+
 def test_resume_with_another_batch_size_counts_rows(make_dataset: MakeDataset) -> None:
     dataset = make_dataset(10)
     first = loader(dataset)

@@ -30,6 +30,9 @@ class Numbers:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.position = state["position"]
 
+    def skip_past(self, later: dict[str, Any]) -> None:
+        self.position = later["position"]
+
 
 def test_batches_come_in_order_and_the_state_is_that_of_the_last_one_handed_out() -> None:
     source = Numbers(4)
@@ -50,6 +53,19 @@ def test_a_run_goes_on_at_the_next_batch() -> None:
     second = Prefetch(Numbers(5), lambda n: n)
     second.load_state_dict(first.state_dict())
     assert list(second) == [3, 4, 5]
+
+
+def test_an_iteration_is_closed_and_another_begun() -> None:
+    """A rollback: what the thread has made ahead in the first one is gone."""
+    ahead = Prefetch(Numbers(6), lambda n: n)
+    batches = iter(ahead)
+    assert [next(batches), next(batches), next(batches)] == [1, 2, 3]
+    seen = ahead.state_dict()
+    batches.close()  # type: ignore[attr-defined]
+    ahead.load_state_dict({"position": 1})
+    assert ahead.state_dict() == {"position": 1}
+    ahead.skip_past(seen)
+    assert ahead.state_dict() == {"position": 3} and list(ahead) == [4, 5, 6]
 
 
 def test_the_next_batch_is_made_while_this_one_is_in_use() -> None:

@@ -1,0 +1,33 @@
+"""Environment of deepspeed's launcher for one start of ranks. No torch."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from launch import command
+from launch.placement import Placement
+from launch.plan import Plan
+
+
+def launcher_environment(
+    plan: Plan, placement: Placement, *, folder: Path, variables: Mapping[str, str]
+) -> dict[str, str]:
+    """The launcher's environment; for other machines also the file that deepspeed carries variables from.
+
+    Args:
+        plan: of the run.
+        placement: where ranks start.
+        folder: the file is written to.
+        variables: beside the plan's environment.
+    """
+    environment = {**plan.environment, **variables}
+    if not placement.is_remote:
+        environment.pop("CUDA_VISIBLE_DEVICES", None)  # its devices are in --include or --num_gpus
+        return environment
+    carried = command.remote_variables(environment, plan.recipe.environment, command.user_variable_files())
+    path = folder / "deepspeed_env"
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:  # may hold tokens
+        file.write("".join(f"{name}={value}\n" for name, value in carried.items()))
+    environment["DS_ENV_FILE"] = str(path)
+    return environment

@@ -10,14 +10,14 @@ from launch.plan import Plan
 
 
 def launcher_environment(
-    plan: Plan, placement: Placement, *, folder: Path, variables: Mapping[str, str]
+    plan: Plan, placement: Placement, *, rank_logs: Path, variables: Mapping[str, str]
 ) -> dict[str, str]:
     """The launcher's environment; for other machines also the file that deepspeed carries variables from.
 
     Args:
         plan: of the run.
         placement: where ranks start.
-        folder: the file is written to.
+        rank_logs: of this start, in the logs/ of the folder that the file is written to.
         variables: beside the plan's environment.
     """
     environment = {**plan.environment, **variables}
@@ -25,7 +25,7 @@ def launcher_environment(
         environment.pop("CUDA_VISIBLE_DEVICES", None)  # its devices are in --include or --num_gpus
         return environment
     carried = command.remote_variables(environment, plan.recipe.environment, command.user_variable_files())
-    path = folder / "deepspeed_env"
+    path = rank_logs.parent.parent / "deepspeed_env"
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:  # may hold tokens
         file.write("".join(f"{name}={value}\n" for name, value in carried.items()))

@@ -163,7 +163,9 @@ class Runner:
         ):
             outcome = process.run_watched(
                 argv,
-                environment=launcher_environment(self.plan, self.placement, folder=run_dir, variables=ranks.variables),
+                environment=launcher_environment(
+                    self.plan, self.placement, rank_logs=folder, variables=ranks.variables
+                ),
                 log_path=log_path,
                 interrupt=self.interrupt,
                 on_tick=tick,

@@ -105,6 +105,8 @@ def joined(store: Store, name: str, *, rank: int, size: int, timeout_seconds: fl
     if kind != "cpu":
         torch.accelerator.set_device_index(local_rank())
         os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # a time-out raises, where it would end the process
+    # Part of the keys in the store: an attempt that fails raises it on the ranks that made it, on the others not.
+    dist.distributed_c10d._world.group_count = 0
     dist.init_process_group(
         dist.get_default_backend_for_device(torch.device(kind)),
         store=torch._C._distributed_c10d.PrefixStore(name, store),

@@ -8,6 +8,7 @@ first rank, and one from every rank that failed.
 import argparse
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +23,8 @@ from rlhf import distributed
 MARK = "RLHF-LINK "
 _MOST_ROUNDS = 10
 _ROUNDS_SECONDS = 1.5
+_PATIENCE = 8
+"""Limits that others wait for a group that fails: gloo tries a connection five times."""
 T = TypeVar("T")
 
 
@@ -44,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             ranks = [other for other in range(world_size) if host_of[other] in hosts]
             if rank in ranks and len(ranks) > 1:
                 _measure(hosts, ranks, store=store, num_bytes=config["num_bytes"], limit=limit)
-        distributed.meet(store, f"round {number}", seconds=3 * limit)
+        distributed.meet(store, f"round {number}", seconds=_PATIENCE * limit)
     return 0
 
 
@@ -58,7 +61,9 @@ def _measure(
         with distributed.joined(store, f"group {name}", rank=number, size=len(ranks), timeout_seconds=limit) as joined:
             result |= {"num_bytes": num_bytes, **time_collectives(joined, num_bytes)}
     except (RuntimeError, ValueError) as error:
-        lines = [line for line in str(error).splitlines() if line.strip()]
+        # Without gloo's source lines and addresses, which may be those of an earlier group.
+        text = re.sub(r"\[/\S+\] | \[(?:none|[\da-f.:]+)\](?::\d+)?", "", str(error))
+        lines = [line for line in text.splitlines() if line.strip()]
         _say({**result, "error": lines[0] if lines else type(error).__name__})
         return
     if number == 0:

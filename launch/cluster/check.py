@@ -318,12 +318,13 @@ def _time_links(plan: Plan, options: CheckOptions, interrupt: process.Interrupt)
     """In a folder beside the run's, which all machines have just been seen to share."""
     folder = Path(tempfile.mkdtemp(prefix=".rlhf-check-", dir=existing_folder(plan.run_dir)))
     try:
-        links.rank_folder(folder).mkdir(parents=True)
+        rank_logs = links.rank_folder(folder)
+        rank_logs.mkdir(parents=True)
         on_cpu = plan.environment.get("DS_ACCELERATOR") == "cpu"
         mib = options.link_mib or (links.CPU_MIB if on_cpu else links.ACCELERATOR_MIB)
         return links.measure(
             plan.placement,
-            environment=launcher_environment(plan, plan.placement, folder=folder, variables={}),
+            environment=launcher_environment(plan, plan.placement, rank_logs=rank_logs, variables={}),
             folder=folder,
             num_bytes=mib * 2**20,
             limit_seconds=options.link_seconds,

@@ -7,11 +7,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
+from statistics import median_high
 from typing import Any
 
 from launch import command, process
-from launch.cluster.finding import Finding, Status
+from launch.cluster.finding import Finding
 from launch.placement import Placement
 
 CPU_MIB, ACCELERATOR_MIB = 8, 64
@@ -103,7 +103,7 @@ def measure(
     config_path.write_text(json.dumps(config), encoding="utf-8")
     own = process.Interrupt()
     # Each round connects and runs its collectives; one that failed makes the next one wait for its ranks.
-    deadline = time.monotonic() + _START_SECONDS + 4 * limit_seconds * len(rounds)
+    deadline = time.monotonic() + _START_SECONDS + 10 * limit_seconds * len(rounds)
 
     def tick() -> None:
         own.count, own.signum = interrupt.count, interrupt.signum
@@ -170,29 +170,23 @@ def link_findings(links: Sequence[Link], *, ended: str, slow_share: float) -> It
         for link in group:
             if link.errors:
                 why = "; ".join(f"{host}: {error}" for host, error in link.errors.items())
-                yield _finding(
-                    check,
-                    link,
-                    "failed",
-                    f"broken: {why}{'; ' + ended if ended else ''}",
-                    "collectives that work",
-                    "See cables, firewalls (all ports must be open between the machines), and the interface variables."
-                    + hint,
-                )
+                yield Finding(
+                    check=check, host=str(link), status="failed", found=f"broken: {why}{'; ' + ended if ended else ''}",
+                    expected="collectives that work",
+                    repair="See cables, firewalls (all ports must be open between the machines), and the interface "
+                    "variables." + hint,
+                )  # fmt: skip
                 continue
-            rates = f"all-reduce {link.reduce_gb_s:.2f} GB/s, all-gather {link.gather_gb_s:.2f} GB/s"
-            if link in slow:
-                expected = ", ".join(f"{name} {rate:.2f}" for name, rate in usual.items())
-                yield _finding(
-                    check,
-                    link,
-                    "slow",
-                    rates,
-                    f"{slow_share:g} of the usual ({expected} GB/s) or more",
-                    "See cable, port rate, MTU and other load; leave the machine out with --exclude." + hint,
-                )
-            else:
-                yield _finding(check, link, "ok", rates)
+            rates = f"all-reduce {link.reduce_gb_s:.3g} GB/s, all-gather {link.gather_gb_s:.3g} GB/s"
+            if link not in slow:
+                yield Finding(check=check, host=str(link), status="ok", found=rates)
+                continue
+            expected = ", ".join(f"{name} {rate:.3g}" for name, rate in usual.items())
+            yield Finding(
+                check=check, host=str(link), status="slow", found=rates,
+                expected=f"{slow_share:g} of the usual ({expected} GB/s) or more",
+                repair="See cable, port rate, MTU and other load; leave the machine out with --exclude." + hint,
+            )  # fmt: skip
 
 
 def _speeds(link: Link) -> dict[str, float]:
@@ -202,7 +196,7 @@ def _speeds(link: Link) -> dict[str, float]:
 def _usual(speeds: Sequence[float]) -> float:
     if not speeds:
         return 0.0
-    return median(speeds) if len(speeds) > _FEW else max(speeds)
+    return median_high(speeds) if len(speeds) > _FEW else max(speeds)
 
 
 def _slow(link: Link, usual: Mapping[str, float], share: float) -> bool:
@@ -213,7 +207,3 @@ def _common(links: Sequence[Link]) -> str:
     """The one machine that is in several pairs at once; "" if there is none."""
     shared = set(links[0].hosts).intersection(*(link.hosts for link in links)) if len(links) > 1 else set()
     return shared.pop() if len(shared) == 1 else ""
-
-
-def _finding(check: str, link: Link, status: Status, found: str, expected: str = "", repair: str = "") -> Finding:
-    return Finding(check=check, host=str(link), status=status, found=found, expected=expected, repair=repair)

@@ -155,7 +155,7 @@ def room(tmp_path: Path, query: str, slots: int) -> list[Finding]:
 
 
 def test_the_plan_and_the_memory_that_is_free(tmp_path: Path) -> None:
-    """A forecast per stage against the fullest accelerator, not the data sheet's."""
+    """E16, E17: a forecast per stage against the accelerator with the least room, not the data sheet."""
     assert [each.status for each in room(tmp_path, HEALTHY, 1)] == ["ok", "ok", "ok"]
     full = HEALTHY.replace("81082 MiB", "3000 MiB", 1)
     (sft, *_) = found = room(tmp_path, full, 1)

@@ -64,8 +64,9 @@ def check_recipe(options: RunOptions, check: CheckOptions, *, json_path: Path | 
     console = make_console()
     try:
         plan = make_plan(options)
-        if json_path is not None and not json_path.absolute().parent.is_dir():
-            raise PlanError(f"--json {json_path}: its folder does not exist. Make it, or correct the path.")
+        if json_path is not None and (json_path.is_dir() or not json_path.absolute().parent.is_dir()):
+            what = "is a folder" if json_path.is_dir() else "its folder does not exist"
+            raise PlanError(f"--json {json_path}: {what}. Name a file in a folder that is there.")
     except PlanError as error:
         _list(console, "rlhf check: nothing was checked.", str(error).splitlines())
         return EXIT_USAGE
@@ -77,7 +78,11 @@ def check_recipe(options: RunOptions, check: CheckOptions, *, json_path: Path | 
         report = check_machines(plan, check, interrupt, found=found)
     show_report(console, plan, report)
     if json_path is not None:
-        write_json(json_path, as_json(plan, report))
+        try:
+            write_json(json_path, as_json(plan, report))
+        except OSError as error:
+            console.print(Text(f"rlhf check: --json {json_path} cannot be written: {error.strerror}."), soft_wrap=True)
+            return EXIT_USAGE
     if interrupt.signum is not None:
         return 128 + interrupt.signum
     if any(finding.status in ("failed", "slow") for finding in report.findings):

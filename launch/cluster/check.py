@@ -15,7 +15,7 @@ from launch.cluster import devices, links, machine, software
 from launch.cluster.finding import EVERYWHERE, Finding, failed
 from launch.cluster.links import Link
 from launch.cluster.room import room_findings
-from launch.cluster.session import CONNECT_SECONDS, Session, SessionError, at_once
+from launch.cluster.session import CONNECT_SECONDS, Session, SessionError, allow_open_files, at_once
 from launch.command import remote_variables, user_variable_files
 from launch.environment import launcher_environment
 from launch.hostfile import Host
@@ -87,6 +87,7 @@ def check_machines(
     request = _request(plan, stages)
     machines = [_Machine(host) for host in plan.placement.hosts]
     here = _Machine(Host("here", (0,)))
+    allow_open_files(256 + 4 * len(machines))
     try:
         _ask(machines if not plan.placement.is_remote else [*machines, here], request, plan, here)
         findings = [

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import select
 import shlex
 import subprocess
@@ -32,6 +33,14 @@ def ssh_command(name: str, *, seconds: int = CONNECT_SECONDS) -> list[str]:
     """Start of an ssh command that never asks, and gives up on a dead line."""
     return ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={seconds}", "-o", "ServerAliveInterval=5",
             "-o", "ServerAliveCountMax=3", name]  # fmt: skip
+
+
+def allow_open_files(number: int) -> None:
+    """Let this process have so many files open, as far as it may: a session has three."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = number if hard == resource.RLIM_INFINITY else min(number, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def at_once(function: Callable[[T], R], items: Sequence[T]) -> list[R]:
@@ -114,9 +123,11 @@ class Session:
     def _line(self, deadline: float, seconds: float) -> bytes:
         assert self._process.stdout is not None
         stream = self._process.stdout.fileno()
+        poll = select.poll()  # select() itself takes no descriptor above 1023
+        poll.register(stream, select.POLLIN)
         while b"\n" not in self._buffer:
             left = deadline - time.monotonic()
-            if left <= 0 or not select.select([stream], [], [], left)[0]:
+            if left <= 0 or not poll.poll(1000 * left):
                 raise SessionError(f"no answer within {seconds:g} s")
             data = os.read(stream, 1 << 16)
             if not data:

@@ -72,6 +72,7 @@ def test_check_of_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     for arguments, message in (
         (["--recipe", "nope"], "neither a recipe"),
         (["--recipe", "tiny_cpu", "--json", str(tmp_path / "none" / "r.json")], "its folder does not exist"),
+        (["--recipe", "tiny_cpu", "--json", str(tmp_path)], "is a folder"),
         (["--recipe", "tiny_cpu", "--link-mib", "0"], "--link-mib must be >= 1, got 0."),
         (["--recipe", "tiny_cpu", "--link-seconds", "nan"], "--link-seconds must be > 0, got nan."),
         (["--recipe", "tiny_cpu", "--slow-link", "50"], "--slow-link must be in [0, 1], got 50.0."),
@@ -82,6 +83,11 @@ def test_check_of_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         assert main(["check", *arguments]) == 2
         captured = capsys.readouterr()
         assert message in captured.out + captured.err
+
+
+def test_check_that_cannot_write_its_report(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--recipe", "tiny_cpu", "--no-links", "--json", "/proc/report.json"]) == 2
+    assert "rlhf check: --json /proc/report.json cannot be written: " in capsys.readouterr().out
 
 
 def test_check_of_a_model_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ import json
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import pytest
 from launch.cluster import check
 from launch.cluster.check import CheckOptions, check_machines
 from launch.cluster.finding import Finding
+from launch.cluster.session import Session
 from launch.placement import PlacementFlags
 from launch.plan import Plan, RunOptions, make_plan
 from launch.process import Interrupt
@@ -125,6 +127,33 @@ platform.python_version = lambda: "3.10.1"
     assert (packages.found, packages.expected) == ("torch 2.12.0", f"torch {version('torch')}")
     assert packages.repair == f"There: {sys.executable} -m pip install torch=={version('torch')}"
     assert python.found.startswith("3.10.1 at ") and python.check == "python"
+
+
+def test_a_python_that_is_not_there(machines: Path) -> None:
+    """Another one answers in its place, so that the machine can say which there are."""
+    session = Session("node1", python="/no/such/python")
+    assert abs(session.ask("clock", seconds=30)["time"] - time.time()) < 30
+    session.close()
+
+
+def test_another_machine_at_the_address_of_rank_0(
+    machines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A connection alone does not show that rank 0 would be at its other end."""
+    change(machines, "node1", """
+import socket
+real = socket.create_server
+socket.create_server = lambda address, **named: real(("", 0), **named)
+""")  # fmt: skip
+    with socket.socket() as stranger:
+        stranger.bind(("127.0.0.1", 0))
+        stranger.listen()
+        found = findings(tmp_path, master_port=stranger.getsockname()[1])
+    assert [(each.host, each.check) for each in found] == [
+        ("node1", "reach of rank 0"),
+        ("node2", "reach of rank 0"),
+    ]
+    assert found[0].found.endswith("another machine answers at that address")
 
 
 def test_a_broken_torch(machines: Path, tmp_path: Path) -> None:

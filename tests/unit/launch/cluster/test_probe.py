@@ -1,6 +1,7 @@
 """What the probe reports, asked through a session as on another machine, here."""
 
 import os
+import resource
 import socket
 import time
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from launch.cluster import probe
-from launch.cluster.session import Session, SessionError
+from launch.cluster.session import Session, SessionError, allow_open_files
 from launch.cluster.software import difference
 
 FACTS = {
@@ -118,3 +119,21 @@ def test_large_files_differ_in_their_ends(tmp_path: Path) -> None:
             file.write(last)
     one, two = probe.tree(tmp_path / "one"), probe.tree(tmp_path / "two")
     assert one["bytes"] == two["bytes"] and one != two
+
+
+def test_more_sessions_than_files_may_be_open() -> None:
+    """The limit is raised as far as it may be, and answers come on descriptors that select() does not take."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    held = []
+    try:
+        allow_open_files(1400)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(1400, hard)
+        held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+        session = Session(None)
+        assert session.ask("clock", seconds=30)["time"] > 0
+        session.close()
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

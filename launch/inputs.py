@@ -129,9 +129,14 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def free_bytes(path: Path) -> int:
-    """Bytes that can still be written under a path, which need not exist yet."""
+def existing_folder(path: Path) -> Path:
+    """The path, or the nearest folder above it that is there."""
     while not path.exists():
         path = path.parent
-    stat = os.statvfs(path)
+    return path
+
+
+def free_bytes(path: Path) -> int:
+    """Bytes that can still be written under a path, which need not exist yet."""
+    stat = os.statvfs(existing_folder(path))
     return stat.f_bavail * stat.f_frsize

@@ -7,20 +7,25 @@ the report, and `previous/` (folders of earlier attempts; nothing is deleted).
 
 import json
 import shlex
+from collections.abc import Sequence
+from pathlib import Path
 
 import yaml
 from rich.console import Console
 from rich.text import Text
 
 from launch import command, preflight, process
+from launch.cluster.check import CheckOptions, check_machines
+from launch.cluster.machine import recipe_finding
+from launch.cluster.show import as_json, show_report
 from launch.decide import decide_all
 from launch.display import make_console
-from launch.placement import PlacementFlags
 from launch.plan import Plan, PlanError, RunOptions, choose_port, config_path, make_plan, rank_folder
 from launch.record import next_attempt, run_lock
 from launch.runner import Runner
 from launch.stopping import SoftStop
 from rlhf import ds_config
+from rlhf.artifacts import write_json
 from rlhf.config import to_dict
 
 EXIT_USAGE = 2
@@ -41,32 +46,58 @@ def run(options: RunOptions) -> int:
             with soft_stop.listening():
                 return Runner(plan, options, console, soft_stop, lock).run()
     except PlanError as error:
-        lines = str(error).splitlines()
-        console.print(Text(f"rlhf run: nothing was started. {len(lines)} problem{'s' if len(lines) > 1 else ''}:"))
-        for line in lines:
-            console.print(Text(f"  - {line}"), soft_wrap=True)
+        _list(console, "rlhf run: nothing was started.", str(error).splitlines())
         return EXIT_USAGE
 
 
-def check_recipe(recipe: str, *, data: str | None, flags: PlacementFlags) -> int:
-    """Print all that would stop a run of the recipe on this machine; 0 if nothing would, else 2."""
+def check_recipe(options: RunOptions, check: CheckOptions, *, json_path: Path | None = None) -> int:
+    """Check a recipe and the machines it would run on; nothing of the run is started or written.
+
+    Args:
+        options: as for a run.
+        check: what is measured.
+        json_path: new file for the report.
+
+    Returns:
+        0 if nothing is wrong, 1 if something is, 2 if there is no such recipe, hostfile or file.
+    """
     console = make_console()
     try:
-        plan = make_plan(RunOptions(recipe=recipe, data=data, placement=flags))
-        problems = preflight.check(
-            plan.recipe, plan.stages, plan.placement, run_dir=plan.run_dir, environment=plan.environment
-        )
-        problems += [] if problems else preflight.unreachable_hosts(plan.placement)
-        if problems:
-            raise PlanError("\n".join(map(str, problems)))
+        plan = make_plan(options)
+        if json_path is not None and (json_path.is_dir() or not json_path.absolute().parent.is_dir()):
+            what = "is a folder" if json_path.is_dir() else "its folder does not exist"
+            raise PlanError(f"--json {json_path}: {what}. Name a file in a folder that is there.")
     except PlanError as error:
-        for line in str(error).splitlines():
-            console.print(Text(f"  - {line}"), soft_wrap=True)
+        _list(console, "rlhf check: nothing was checked.", str(error).splitlines())
         return EXIT_USAGE
+    problems = preflight.check(
+        plan.recipe, plan.stages, plan.placement, run_dir=plan.run_dir, environment=plan.environment
+    )
+    found = [recipe_finding(str(problem)) for problem in problems]
+    with process.catch_signals() as interrupt:
+        report = check_machines(plan, check, interrupt, found=found)
+    show_report(console, plan, report)
+    if json_path is not None:
+        try:
+            write_json(json_path, as_json(plan, report))
+        except OSError as error:
+            console.print(Text(f"rlhf check: --json {json_path} cannot be written: {error.strerror}."), soft_wrap=True)
+            return EXIT_USAGE
+    if interrupt.signum is not None:
+        return 128 + interrupt.signum
+    if any(finding.status in ("failed", "slow") for finding in report.findings):
+        return 1
     console.print(
-        Text(f"{plan.recipe.name}: {', '.join(stage.folder for stage in plan.stages)} on {plan.placement}: no problem")
+        Text(f"{plan.recipe.name}: {', '.join(stage.folder for stage in plan.stages)} on {plan.placement}: no problem"),
+        soft_wrap=True,
     )
     return 0
+
+
+def _list(console: Console, head: str, lines: Sequence[str]) -> None:
+    console.print(Text(f"{head} {len(lines)} problem{'s' if len(lines) > 1 else ''}:"))
+    for line in lines:
+        console.print(Text(f"  - {line}"), soft_wrap=True)
 
 
 def _dry_run(plan: Plan, options: RunOptions, console: Console) -> None:

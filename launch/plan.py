@@ -34,6 +34,8 @@ class RunOptions:
     seed: int | None = None
     stages: tuple[str, ...] = ()
     data: str | None = None
+    check: bool = True
+    """Machines of a hostfile are checked before the first stage."""
     overrides: tuple[str, ...] = ()
 
 
@@ -80,7 +82,9 @@ def make_plan(options: RunOptions, environment: Mapping[str, str] | None = None)
     ranks_environment = command.stage_environment(
         shell,
         recipe.environment,
-        accelerator_visible=placement.accelerator_visible({**recipe.environment, **shell}),
+        # A login node may have no accelerator where the machines of the hostfile do.
+        accelerator_visible=placement.accelerator_visible({**recipe.environment, **shell})
+        or (options.placement.hostfile is not None and recipe.needs_accelerator),
         source_root=command.source_root(),
     )
     try:

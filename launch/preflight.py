@@ -7,7 +7,6 @@ not stop a dry run, which may take place on a login node.
 import os
 import re
 import shutil
-import socket
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launch.hostfile import is_local
 from launch.inputs import free_bytes, is_hub_name, model_folders, model_shape, source_path
 from launch.placement import Placement, accelerator_visible, count_devices, port_is_free
 from launch.recipe import FOLDERS, Recipe, Stage
@@ -332,7 +330,6 @@ def _machine_problems(
                     f"(Debian: apt-get install {package}).",
                     here=True,
                 )
-        yield from _own_address_problems(placement, environment)
         yield from _root_problems(placement, environment)
     elif recipe.needs_accelerator and on_cpu:
         yield Problem(
@@ -347,7 +344,7 @@ def _machine_problems(
             here=True,
         )
     port = placement.master_port
-    if port is not None and (not placement.is_remote or is_local(placement.hosts[0].name)) and not port_is_free(port):
+    if port is not None and not placement.is_remote and not port_is_free(port):
         yield Problem(
             f"--master_port {port} is in use on this machine. Leave the flag out, or choose another.", here=True
         )
@@ -364,30 +361,18 @@ def _root_problems(placement: Placement, environment: Mapping[str, str]) -> Iter
         )
 
 
-def _own_address_problems(placement: Placement, environment: Mapping[str, str]) -> Iterator[Problem]:
-    """gloo announces the address that the own host name stands for; Debian's default is one that only it can reach."""
-    try:
-        address = socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return
-    here = any(is_local(host.name) for host in placement.hosts)
-    if here and address.startswith("127.") and not environment.get("GLOO_SOCKET_IFNAME"):
-        yield Problem(
-            f"the name of this machine, {socket.gethostname()}, stands for {address}, which other machines cannot "
-            "reach. Set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the interface of the cluster, or mend "
-            "/etc/hosts.",
-            here=True,
-        )
-
-
-def _disk_problems(to_run: Sequence[Stage], stages: Sequence[Stage], run_dir: Path) -> Iterator[Problem]:
+def wanted_bytes(to_run: Sequence[Stage], stages: Sequence[Stage]) -> int:
+    """About what the stages write: models, and the states that lie on the disk at once."""
     wanted = _SPARE_BYTES
     for stage in to_run:
         parameters = sum(_num_parameters(_origin(stage, key, stages)) for key in stage.models() if key != "reward")
-        states = _num_states(stage.config.run)
         # A model folder in fp32 is 4 bytes a parameter; a state holds fp32 weights and both AdamW moments.
-        wanted += parameters * (4 + 12 * states)
-    free = free_bytes(run_dir)
+        wanted += parameters * (4 + 12 * _num_states(stage.config.run))
+    return wanted
+
+
+def _disk_problems(to_run: Sequence[Stage], stages: Sequence[Stage], run_dir: Path) -> Iterator[Problem]:
+    wanted, free = wanted_bytes(to_run, stages), free_bytes(run_dir)
     if free < wanted:
         yield Problem(
             f"{run_dir}: the run writes about {wanted / 1e9:.1f} GB, but {free / 1e9:.1f} GB are free there. Make "

@@ -1,19 +1,22 @@
 """One call of `rlhf run` on a locked run folder: start each stage, watch it, say how it ended. No torch."""
 
 import dataclasses
-import os
 import shlex
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
 from launch import command, preflight, process
+from launch.cluster.check import CheckOptions, check_machines
+from launch.cluster.finding import failed
+from launch.cluster.show import show_report
 from launch.decide import Decision, decide_all
 from launch.display import StageProgress, closing_table, read_progress
+from launch.environment import launcher_environment
 from launch.failure import Failure, explain
 from launch.inputs import stage_inputs
 from launch.plan import Plan, PlanError, RunOptions, choose_port, config_path, rank_folder
@@ -76,7 +79,22 @@ class Runner:
             problems += [] if problems else preflight.unreachable_hosts(plan.placement)
         if problems:
             raise PlanError("\n".join(map(str, problems)))
+        if (
+            len(finished) < len(plan.stages)
+            and plan.placement.is_remote
+            and self.options.check
+            and plan.placement.launcher != "slurm"
+        ):
+            self._check_machines(finished)
         return decisions
+
+    def _check_machines(self, finished: Sequence[str]) -> None:
+        """What `rlhf check` does; a slow link is told, and no reason to stop."""
+        self._say("checking the machines; --no-check leaves it out")
+        report = check_machines(self.plan, CheckOptions(), self.interrupt, finished=finished)
+        show_report(self.console, self.plan, report)
+        if problems := failed(report.findings):
+            raise PlanError("\n".join(map(str, problems)))
 
     def _run_stage(self, stage: Stage, decision: Decision) -> int:
         """Run a stage, again where --restarts allows it; returns the exit code."""
@@ -150,7 +168,9 @@ class Runner:
         ):
             outcome = process.run_watched(
                 argv,
-                environment=self._environment(ranks),
+                environment=launcher_environment(
+                    self.plan, self.placement, rank_logs=folder, variables=ranks.variables
+                ),
                 log_path=log_path,
                 interrupt=self.interrupt,
                 on_tick=tick,
@@ -180,26 +200,6 @@ class Runner:
         unanswered = f" No answer from {', '.join(away)} now" if away else ""
         self._tell(stage, failure, f"{failure.text}{missing}{unanswered}", seconds=seconds)
         return failure.exit_code, failure
-
-    def _environment(self, ranks: Ranks) -> dict[str, str]:
-        """The launcher's environment; for other machines also the files that ranks get hosts and variables from."""
-        environment = {**self.plan.environment, **ranks.variables}
-        if not self.placement.is_remote:
-            environment.pop("CUDA_VISIBLE_DEVICES", None)  # its devices are in --include or --num_gpus
-            return environment
-        by_pdsh = self.placement.launcher == "pdsh"
-        variables = command.remote_variables(
-            environment, self.plan.recipe.environment, command.user_variable_files(), through_shell=by_pdsh
-        )
-        path = command.variables_path(ranks.folder)
-        path.unlink(missing_ok=True)
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:  # may hold tokens
-            file.write("".join(f"{name}={value}\n" for name, value in variables.items()))
-        hosts = "".join(f"{host}\n" for host in self.placement.hosts)
-        command.hostfile_path(ranks.folder).write_text(hosts, encoding="utf-8")
-        # The others would show the values in command lines, with quotes added; launch/start_rank.py reads the file.
-        environment["DS_ENV_FILE"] = str(path) if by_pdsh else os.devnull
-        return environment
 
     def _tell(self, stage: Stage, failure: Failure, how: str, *, seconds: float) -> None:
         """Say which rank failed, its last lines, and every rank's stack if it was stuck."""

@@ -4,7 +4,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from launch.placement import PlacementFlags
 
 _RUN_EPILOG = """\
 Any key of a stage's config can be set with --sft.KEY, --reward.KEY or --ppo.KEY, for example --sft.optim.lr 1e-3.
@@ -12,6 +15,10 @@ Any key of a stage's config can be set with --sft.KEY, --reward.KEY or --ppo.KEY
 exit code: 0 every stage is done; 75 stopped on request (SIGTERM, SIGUSR1) with the state saved, --resume goes on; 2 a
 problem was found before anything was started; 130 or 143 stopped by Ctrl-C or SIGTERM without that; 76 the run was
 stuck; else the failed stage's exit code (128 + n when signal n ended it)."""
+
+_CHECK_EPILOG = """\
+exit code: 0 nothing is wrong; 1 something is, the lines below the table say what and how to repair it; 2 there is no
+such recipe, hostfile or folder."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,10 +47,10 @@ def _parser() -> argparse.ArgumentParser:
         "run", help="run a recipe's stages, one after the other", allow_abbrev=False, epilog=_RUN_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     ))  # fmt: skip
-    check = commands.add_parser("check", help="check a recipe on this machine, or a model folder", allow_abbrev=False)
-    check.add_argument("target", help="recipe (name, folder or pipeline.yaml) or a model folder with a manifest.json")
-    check.add_argument("--data", metavar="PATH", help="folder of the recipe's data")
-    check.add_argument("--hostfile", type=Path, metavar="FILE", help="machines, one `name slots=N` a line")
+    _add_check(commands.add_parser(
+        "check", help="check a recipe and the machines it would run on, or a model folder", allow_abbrev=False,
+        epilog=_CHECK_EPILOG,
+    ))  # fmt: skip
     report = commands.add_parser("report", help="write the report of a run folder again", allow_abbrev=False)
     report.add_argument("run_dir", type=Path, help="folder that `rlhf run` wrote")
     convert = commands.add_parser(
@@ -84,6 +91,23 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, metavar="N", help="run.seed of every stage")
     parser.add_argument("--data", metavar="PATH", help="data.root of every stage")
     parser.add_argument("--stages", nargs="+", choices=("sft", "reward", "ppo"), default=[], help="run only these")
+    _add_where(parser)
+    parser.add_argument("--no-check", action="store_true", help="do not check the machines of the hostfile first")
+    group = parser.add_argument_group("again")
+    group.add_argument(
+        "--resume", nargs="?", const="all", choices=("all", "weights"),
+        help="continue an unfinished stage from its newest intact state; `weights`: without its optimiser",
+    )  # fmt: skip
+    group.add_argument("--restarts", type=int, default=0, metavar="N", help="start a failed stage again (default: 0)")
+    group.add_argument(
+        "--restart-delay", type=float, default=10.0, metavar="S", help="wait before the first; doubles (default: 10)"
+    )
+    group.add_argument("--elastic", action="store_true", help="restart without hosts that no longer answer")
+    group.add_argument("--force", action="store_true", help="run finished stages again")
+    group.add_argument("--dry-run", action="store_true", help="print configs and commands; write and start nothing")
+
+
+def _add_where(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("where")
     group.add_argument("--num_gpus", type=int, metavar="N", help="ranks on each machine")
     group.add_argument("--hostfile", type=Path, metavar="FILE", help="machines, one `name slots=N` a line")
@@ -97,18 +121,24 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         "--launcher", default="pdsh", metavar="NAME", help="what starts ranks there: pdsh (default), openmpi or slurm"
     )
     group.add_argument("--launcher_args", default="", metavar="ARGS", help="more arguments of pdsh, mpirun or srun")
-    group = parser.add_argument_group("again")
-    group.add_argument(
-        "--resume", nargs="?", const="all", choices=("all", "weights"),
-        help="continue an unfinished stage from its newest intact state; `weights`: without its optimiser",
-    )  # fmt: skip
-    group.add_argument("--restarts", type=int, default=0, metavar="N", help="start a failed stage again (default: 0)")
-    group.add_argument(
-        "--restart-delay", type=float, default=10.0, metavar="S", help="wait before the first; doubles (default: 10)"
-    )
-    group.add_argument("--elastic", action="store_true", help="restart without hosts that no longer answer")
-    group.add_argument("--force", action="store_true", help="run finished stages again")
-    group.add_argument("--dry-run", action="store_true", help="print configs and commands; write and start nothing")
+
+
+def _add_check(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=Path, nargs="?", metavar="DIR", help="model folder with a manifest.json")
+    parser.add_argument("--recipe", metavar="NAME|PATH", help="recipe, its folder or its pipeline.yaml")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="run folder (default: runs/<recipe>)")
+    parser.add_argument("--data", metavar="PATH", help="data.root of every stage")
+    _add_where(parser)
+    group = parser.add_argument_group("links")
+    group.add_argument("--no-links", action="store_true", help="do not time all-reduce and all-gather")
+    group.add_argument("--link-mib", type=int, metavar="N", help="size of the tensors (default: 64; CPU: 8)")
+    group.add_argument("--link-seconds", type=float, default=30.0, metavar="S",
+                       help="limit of one connection or collective (default: 30)")  # fmt: skip
+    group.add_argument("--slow-link", type=float, default=0.5, metavar="SHARE",
+                       help="of the usual speed, below which a link is slow (default: 0.5)")  # fmt: skip
+    parser.add_argument("--clock", type=float, default=1.0, metavar="S",
+                        help="difference between clocks that is let pass (default: 1)")  # fmt: skip
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there too")
 
 
 def _add_chaos(parser: argparse.ArgumentParser) -> None:
@@ -152,23 +182,14 @@ def _add_bench_peers(parser: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     from launch.pipeline import run
-    from launch.placement import PlacementFlags
     from launch.plan import RunOptions
 
     return run(
         RunOptions(
             recipe=arguments.recipe,
             out=arguments.out,
-            placement=PlacementFlags(
-                num_gpus=arguments.num_gpus,
-                hostfile=arguments.hostfile,
-                include=arguments.include,
-                exclude=arguments.exclude,
-                master_addr=arguments.master_addr,
-                master_port=arguments.master_port,
-                launcher=arguments.launcher,
-                launcher_args=arguments.launcher_args,
-            ),
+            placement=_where(arguments),
+            check=not arguments.no_check,
             resume=arguments.resume is not None,
             resume_weights_only=arguments.resume == "weights",
             restarts=arguments.restarts,
@@ -184,22 +205,68 @@ def _run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     )
 
 
-def _check(arguments: argparse.Namespace, _rest: Sequence[str]) -> int:
-    from rlhf.artifacts import MANIFEST, ArtifactError, check_parents, verify
-
-    if (Path(arguments.target) / MANIFEST).is_file():
-        try:
-            manifest = verify(arguments.target)
-            check_parents(manifest)
-        except ArtifactError as error:
-            print(f"rlhf check: {error}", file=sys.stderr)  # noqa: T201  the command's output
-            return 2
-        print(f"{arguments.target}: {manifest.kind} model of {manifest.stage}, {len(manifest.files)} files intact")  # noqa: T201
-        return 0
-    from launch.pipeline import check_recipe
+def _where(arguments: argparse.Namespace) -> "PlacementFlags":
     from launch.placement import PlacementFlags
 
-    return check_recipe(arguments.target, data=arguments.data, flags=PlacementFlags(hostfile=arguments.hostfile))
+    return PlacementFlags(
+        num_gpus=arguments.num_gpus,
+        hostfile=arguments.hostfile,
+        include=arguments.include,
+        exclude=arguments.exclude,
+        master_addr=arguments.master_addr,
+        master_port=arguments.master_port,
+        launcher=arguments.launcher,
+        launcher_args=arguments.launcher_args,
+    )
+
+
+def _check(arguments: argparse.Namespace, _rest: Sequence[str]) -> int:
+    if (arguments.folder is None) == (arguments.recipe is None):
+        print("rlhf check: give either --recipe NAME or a model folder.", file=sys.stderr)  # noqa: T201
+        return 2
+    if arguments.folder is not None:
+        return _check_folder(arguments.folder)
+    for flag, value, rule, fine in (
+        ("--link-mib", arguments.link_mib, ">= 1", arguments.link_mib is None or arguments.link_mib >= 1),
+        ("--link-seconds", arguments.link_seconds, "> 0", 0 < arguments.link_seconds < float("inf")),
+        ("--slow-link", arguments.slow_link, "in [0, 1]", 0 <= arguments.slow_link <= 1),
+        ("--clock", arguments.clock, ">= 0", arguments.clock >= 0),
+    ):
+        if not fine:
+            print(f"rlhf check: {flag} must be {rule}, got {value}.", file=sys.stderr)  # noqa: T201
+            return 2
+    from launch.cluster.check import CheckOptions
+    from launch.pipeline import check_recipe
+    from launch.plan import RunOptions
+
+    return check_recipe(
+        RunOptions(recipe=arguments.recipe, out=arguments.out, data=arguments.data, placement=_where(arguments)),
+        CheckOptions(
+            links=not arguments.no_links,
+            link_mib=arguments.link_mib,
+            link_seconds=arguments.link_seconds,
+            slow_share=arguments.slow_link,
+            clock_seconds=arguments.clock,
+        ),
+        json_path=arguments.json,
+    )
+
+
+def _check_folder(folder: Path) -> int:
+    from rlhf.artifacts import MANIFEST, ArtifactError, check_parents, verify
+
+    try:
+        if not (folder / MANIFEST).is_file():
+            raise ArtifactError(
+                f"{folder} is no model folder: it holds no {MANIFEST}. Correct the path; a recipe is named by --recipe."
+            )
+        manifest = verify(folder)
+        check_parents(manifest)
+    except ArtifactError as error:
+        print(f"rlhf check: {error}", file=sys.stderr)  # noqa: T201  the command's output
+        return 2
+    print(f"{folder}: {manifest.kind} model of {manifest.stage}, {len(manifest.files)} files intact")  # noqa: T201
+    return 0
 
 
 def _report(arguments: argparse.Namespace, _rest: Sequence[str]) -> int:

@@ -5,8 +5,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import torch
-
 from rlhf import distributed
 from rlhf.models.compiled import compile_seconds
 
@@ -50,14 +48,14 @@ class Clock:
         if self.phase is not None:
             yield
             return
-        _synchronise()
+        distributed.synchronise()
         start, cpu_start, compile_start = time.perf_counter(), time.process_time(), compile_seconds()
         if self.lap_start is None:
             self.lap_start, self.cpu_start = start, cpu_start
         self.phase = phase
         try:
             yield
-            _synchronise()
+            distributed.synchronise()
         finally:
             compiling = compile_seconds() - compile_start
             self.seconds["compile"] += compiling
@@ -98,8 +96,3 @@ class Clock:
             self.seconds[name] += max((state[name] for state in states), default=0.0)
         self.earlier["wall"] += max((state["wall"] for state in states), default=0.0)
         self.earlier["cpu"] += sum(state["cpu"] for state in states)
-
-
-def _synchronise() -> None:
-    if distributed.device().type != "cpu":
-        torch.accelerator.synchronize()

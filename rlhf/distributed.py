@@ -8,10 +8,10 @@ world of one. Every function below then works in both cases, so that no caller a
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -69,6 +69,55 @@ def init(timeout_seconds: float = 1800) -> None:
     _world_group = dist.new_group(ranks=list(range(dist.get_world_size())), timeout=timeout)
 
 
+Store: TypeAlias = torch._C._distributed_c10d.Store
+
+
+def open_store(timeout_seconds: float) -> Store:
+    """Meeting place of all ranks of a launcher, on rank 0, for process groups made with `joined`. Collective."""
+    return torch._C._distributed_c10d.TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world_size(), rank() == 0,
+        timeout=timedelta(seconds=timeout_seconds), wait_for_workers=False,
+    )  # fmt: skip
+
+
+def meet(store: Store, name: str, *, seconds: float) -> None:
+    """Wait until every rank has come here, or the time is over. Collective, each name once."""
+    store.set(f"{name}/{rank()}", "")
+    with suppress(RuntimeError):  # a rank that is late or gone is named by its own group
+        store.wait([f"{name}/{other}" for other in range(world_size())], timedelta(seconds=seconds))
+
+
+@contextmanager
+def joined(store: Store, name: str, *, rank: int, size: int, timeout_seconds: float) -> Iterator["Group"]:
+    """A process group of some ranks of the store, as if there were no others, while the block runs.
+
+    Args:
+        store: of `open_store`.
+        name: of the group, each once.
+        rank: this process's number in the group.
+        size: of the group.
+        timeout_seconds: a connection or collective that waits longer for a rank raises.
+
+    Raises:
+        RuntimeError: a rank did not come, or could not be reached.
+    """
+    kind = device_type()
+    if kind != "cpu":
+        torch.accelerator.set_device_index(local_rank())
+        os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # a time-out raises, where it would end the process
+    # Part of the keys in the store: an attempt that fails raises it on the ranks that made it, on the others not.
+    dist.distributed_c10d._world.group_count = 0
+    dist.init_process_group(
+        dist.get_default_backend_for_device(torch.device(kind)),
+        store=torch._C._distributed_c10d.PrefixStore(name, store),
+        rank=rank, world_size=size, timeout=timedelta(seconds=timeout_seconds),
+    )  # fmt: skip
+    try:
+        yield Group(rank, size, None)
+    finally:
+        dist.destroy_process_group()
+
+
 def shutdown() -> None:
     """Leave the process group, if there is one. Not for a rank that failed: the others may be waiting."""
     global _world_group
@@ -103,6 +152,12 @@ def device() -> torch.device:
     """The device of this rank."""
     kind = device_type()
     return torch.device(kind) if kind == "cpu" else torch.device(kind, local_rank())
+
+
+def synchronise() -> None:
+    """Wait for what this rank has given its device to do."""
+    if device().type != "cpu":
+        torch.accelerator.synchronize()
 
 
 def is_main() -> bool:

@@ -141,13 +141,18 @@ _HARDWARE: tuple[tuple[str, str], ...] = (
 )  # fmt: skip
 
 
+def device_name(text: str) -> str | None:
+    """Key of the device that a text such as `NVIDIA H100 80GB HBM3` means; None if none of them."""
+    return next((name for pattern, name in _HARDWARE if re.search(pattern, text)), None)
+
+
 def find_device(record: Record, system: System, devices: Mapping[str, Device]) -> Device:
     """Device of a record in its system's machines.
 
     Raises:
         ValueError: neither the record nor the system says which it is.
     """
-    name = next((name for pattern, name in _HARDWARE if re.search(pattern, record.hardware)), system.device)
+    name = device_name(record.hardware) or system.device
     if not name:
         raise ValueError("the hardware is not said")
     name = "h100-96" if system.device == "h100-96" else name

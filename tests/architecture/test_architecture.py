@@ -58,7 +58,7 @@ LAYERS = (
     ),
     ("metrics", "models", "data", "clock", "rng", "run_folder", "universal", "state_checks", "resumable"),
     ("engine", "run", "rollout", "checkpoint", "model_folder"),
-    ("stage", "bench", "from_state"),
+    ("stage", "bench", "from_state", "links"),
     ("show", "cli"),
 )
 # Beside every module whose docstring says "No torch".

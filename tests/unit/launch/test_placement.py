@@ -6,6 +6,7 @@ import pytest
 
 from launch.hostfile import HostfileError
 from launch.placement import PlacementError, PlacementFlags, accelerator_visible, place, port_is_free
+from launch.plan import RunOptions, make_plan
 from rlhf.host import free_port
 
 
@@ -142,6 +143,21 @@ def test_accelerator_visible(gpus: Path, tmp_path: Path) -> None:
     assert not accelerator_visible({"DS_ACCELERATOR": "cpu"}, gpus)
     assert not accelerator_visible({"CUDA_VISIBLE_DEVICES": ""}, gpus)
     assert accelerator_visible({"DS_ACCELERATOR": "cuda"}, tmp_path / "nothing")
+
+
+def test_a_login_node_without_accelerator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not send the machines of a hostfile to their CPUs, unless recipe or user do."""
+    monkeypatch.setattr("launch.placement.accelerator_visible", lambda *_: False)
+    path = tmp_path / "nodes"
+    path.write_text("node1 slots=1\nnode2 slots=1\n")
+
+    def accelerator(recipe: str, **variables: str) -> str | None:
+        options = RunOptions(recipe=recipe, out=tmp_path / "r", placement=PlacementFlags(hostfile=path))
+        return make_plan(options, {"HOME": str(tmp_path), **variables}).environment.get("DS_ACCELERATOR")
+
+    assert accelerator("opt_13b_350m_multi_node") is None
+    assert accelerator("opt_13b_350m_multi_node", DS_ACCELERATOR="cpu") == "cpu"
+    assert accelerator("tiny_cpu") == "cpu"
 
 
 def test_ports() -> None:

@@ -35,7 +35,7 @@ def cpu_seconds_and_modules(*arguments: str, cwd: Path) -> tuple[float, str]:
         ("--help",),
         ("run", "--help"),
         ("run", "--recipe", "tiny_cpu", "--dry-run"),
-        ("check", "tiny_cpu"),
+        ("check", "--recipe", "tiny_cpu", "--no-links"),
         ("bench", "peers", "--help"),
     ],
 )
@@ -65,9 +65,29 @@ def test_unknown_arguments_of_other_commands() -> None:
 
 
 def test_check_of_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "gsm8k_small", "--data", str(tmp_path)]) == 2
+    """Problems found are exit code 1; what is asked for and is not there, or cannot be, is 2."""
+    assert main(["check", "--recipe", "gsm8k_small", "--data", str(tmp_path), "--no-links"]) == 1
     out = capsys.readouterr().out
     assert "gsm8k/train.jsonl does not exist" in out and "opt-tokenizer" in out
+    for arguments, message in (
+        (["--recipe", "nope"], "neither a recipe"),
+        (["--recipe", "tiny_cpu", "--json", str(tmp_path / "none" / "r.json")], "its folder does not exist"),
+        (["--recipe", "tiny_cpu", "--json", str(tmp_path)], "is a folder"),
+        (["--recipe", "tiny_cpu", "--link-mib", "0"], "--link-mib must be >= 1, got 0."),
+        (["--recipe", "tiny_cpu", "--link-seconds", "nan"], "--link-seconds must be > 0, got nan."),
+        (["--recipe", "tiny_cpu", "--slow-link", "50"], "--slow-link must be in [0, 1], got 50.0."),
+        (["--recipe", "tiny_cpu", "--clock", "-1"], "--clock must be >= 0, got -1.0."),
+        (["tiny_cpu"], "a recipe is named by --recipe"),
+        ([], "give either --recipe NAME or a model folder"),
+    ):
+        assert main(["check", *arguments]) == 2
+        captured = capsys.readouterr()
+        assert message in captured.out + captured.err
+
+
+def test_check_that_cannot_write_its_report(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--recipe", "tiny_cpu", "--no-links", "--json", "/proc/report.json"]) == 2
+    assert "rlhf check: --json /proc/report.json cannot be written: " in capsys.readouterr().out
 
 
 def test_check_of_a_model_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,1 @@
+"""Check machines before ranks start on them: `rlhf check`, and `rlhf run` with a hostfile."""

@@ -7,7 +7,6 @@ first rank, and one from every rank that failed.
 
 import argparse
 import json
-import os
 import re
 import sys
 import time
@@ -33,30 +32,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="rlhf.links", allow_abbrev=False)
     parser.add_argument(
         "--config", type=Path, required=True,
-        help="JSON: rounds of groups of hosts by number ([[[0], [1]], [[0, 1]]]: two alone, then both), num_bytes of "
-        "the tensors, limit_seconds for one connection or collective",
+        help="JSON: host_of, the host's number of each rank; rounds of groups of hosts ([[[0], [1]], [[0, 1]]]: two "
+        "alone, then both); num_bytes of the tensors; limit_seconds for one connection or collective",
     )  # fmt: skip
     config = json.loads(parser.parse_args(argv).config.read_text(encoding="utf-8"))
     limit = config["limit_seconds"]
     rank, world_size = distributed.rank(), distributed.world_size()
-    store = distributed.open_store(limit)
-    store.set(f"host/{rank}", os.environ["CROSS_RANK"])
-    host_of = [int(store.get(f"host/{other}")) for other in range(world_size)]
+    store, host_of = distributed.open_store(limit), config["host_of"]
     for number, groups in enumerate(config["rounds"]):
         for hosts in groups:
             ranks = [other for other in range(world_size) if host_of[other] in hosts]
             if rank in ranks and len(ranks) > 1:
-                _measure(hosts, ranks, store=store, num_bytes=config["num_bytes"], limit=limit)
+                _measure(hosts, ranks, host=host_of[rank], store=store, num_bytes=config["num_bytes"], limit=limit)
         distributed.meet(store, f"round {number}", seconds=_PATIENCE * limit)
     return 0
 
 
 def _measure(
-    hosts: Sequence[int], ranks: Sequence[int], *, store: distributed.Store, num_bytes: int, limit: float
+    hosts: Sequence[int], ranks: Sequence[int], *, host: int, store: distributed.Store, num_bytes: int, limit: float
 ) -> None:
     number = list(ranks).index(distributed.rank())
     name = "-".join(map(str, hosts))
-    result: dict[str, object] = {"hosts": list(hosts), "from": int(os.environ["CROSS_RANK"]), "ranks": len(ranks)}
+    result: dict[str, object] = {"hosts": list(hosts), "from": host, "ranks": len(ranks)}
     try:
         with distributed.joined(store, f"group {name}", rank=number, size=len(ranks), timeout_seconds=limit) as joined:
             result |= {"num_bytes": num_bytes, **time_collectives(joined, num_bytes)}

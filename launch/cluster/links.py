@@ -99,7 +99,13 @@ def measure(
     if not rounds:
         return [], ""
     config_path, log_path, ranks = folder / "links.json", folder / "links.log", rank_folder(folder)
-    config = {"rounds": rounds, "num_bytes": num_bytes, "limit_seconds": limit_seconds}
+    config = {
+        # The launcher counts ranks through the hosts in their order.
+        "host_of": [number for number, host in enumerate(placement.hosts) for _ in host.slots],
+        "rounds": rounds,
+        "num_bytes": num_bytes,
+        "limit_seconds": limit_seconds,
+    }
     config_path.write_text(json.dumps(config), encoding="utf-8")
     own = process.Interrupt()
     # Each round connects and runs its collectives; one that failed makes the next one wait for its ranks.

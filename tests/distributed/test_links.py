@@ -12,10 +12,10 @@ from rlhf.host import free_port
 from tests.distributed.harness import Ranks
 
 
-def measure(config: str, port: int, hosts: list[int], absent: list[int]) -> list[dict[str, Any]]:
-    """Run it as the rank of a host; the rank of host 1 stays away from one group."""
+def measure(config: str, port: int, absent: list[int]) -> list[dict[str, Any]]:
+    """Run it; rank 1 stays away from one group."""
     harness_port = os.environ["MASTER_PORT"]
-    os.environ |= {"CROSS_RANK": str(hosts[distributed.rank()]), "MASTER_PORT": str(port)}
+    os.environ["MASTER_PORT"] = str(port)
     joined = links._measure
 
     def stay_away(group: list[int], ranks: list[int], **arguments: Any) -> None:
@@ -33,8 +33,8 @@ def measure(config: str, port: int, hosts: list[int], absent: list[int]) -> list
 
 def run(ranks: Ranks, folder: Path, rounds: list[Any], hosts: list[int], absent: list[int]) -> list[Any]:
     path = folder / "links.json"
-    path.write_text(json.dumps({"rounds": rounds, "num_bytes": 120_000, "limit_seconds": 2.0}))
-    return ranks(measure, world_size=3, config=str(path), port=free_port(), hosts=hosts, absent=absent)
+    path.write_text(json.dumps({"host_of": hosts, "rounds": rounds, "num_bytes": 120_000, "limit_seconds": 2.0}))
+    return ranks(measure, world_size=3, config=str(path), port=free_port(), absent=absent)
 
 
 def test_the_first_rank_of_a_group_says_how_fast_it_was(ranks: Ranks, tmp_path: Path) -> None:

@@ -63,7 +63,8 @@ def test_a_broken_link(four: Hosts, tmp_path: Path) -> None:
     """Two machines that the first one reaches do not reach one another: their pair fails, and what needs it."""
     on(four[1], "ip", "route", "add", "blackhole", four[2].address)
     try:
-        flags = ("--include", "node1@node2@node3", "--link-mib", "1", "--link-seconds", "3")
+        # Neighbours on the same two cores make small tensors twice as slow now and then; that is not looked at here.
+        flags = ("--include", "node1@node2@node3", "--link-mib", "1", "--link-seconds", "3", "--slow-link", "0")
         code, report, out = check(four, tmp_path, *flags)
     finally:
         on(four[1], "ip", "route", "del", "blackhole", four[2].address)

@@ -42,7 +42,8 @@ def cpu_seconds_and_modules(*arguments: str, cwd: Path) -> tuple[float, str]:
 def test_quick_and_without_torch(arguments: tuple[str, ...], tmp_path: Path) -> None:
     seconds, heavy = cpu_seconds_and_modules(*arguments, cwd=tmp_path)
     assert heavy == "[]"
-    assert seconds < 1.0
+    # Alone 0.05 s of help and 0.7 s of the others; a machine that others use takes up to twice as long.
+    assert seconds < (1.0 if "--help" in arguments else 2.0)
     assert list(tmp_path.iterdir()) == []
 
 

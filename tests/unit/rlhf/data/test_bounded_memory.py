@@ -43,7 +43,7 @@ def test_a_hundred_thousand_rows_take_no_more_than_ten_thousand(tmp_path: Path) 
             [sys.executable, "-c", PROGRAM, str(tmp_path), str(rows)], capture_output=True, text=True, check=True
         )
         found = json.loads(done.stdout.splitlines()[-1])
-        assert found["rows"] > 0.98 * rows
+        assert found["rows"] > 0.9 * rows  # the rest is held out
         grown[rows] = found["grown"]
     # 24 bytes a row of the report, as much again while it is sorted, 8 of the repeated prompts' numbers.
     assert grown[100_000] - grown[10_000] < 90_000 * 200, grown

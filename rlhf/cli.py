@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from launch.placement import PlacementFlags
+    from rlhf.bench.steps import Recipe
 
 _RUN_EPILOG = """\
 Any key of a stage's config can be set with --sft.KEY, --reward.KEY or --ppo.KEY, for example --sft.optim.lr 1e-3.
@@ -25,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a sub-command; returns the exit code."""
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
-    if rest and arguments.command not in ("run", "chaos"):
+    if rest and not _takes_overrides(arguments):
         parser.error(f"unknown arguments: {' '.join(rest)}. See rlhf {arguments.command} --help.")
     commands = {
         "run": _run, "check": _check, "report": _report, "convert": _convert, "data": _data, "bench": _bench,
@@ -36,6 +37,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, for example `head`, has seen enough
         sys.stderr.close()
         return 141
+
+
+def _takes_overrides(arguments: argparse.Namespace) -> bool:
+    """Whether what argparse does not know may be keys of a stage's config."""
+    if arguments.command == "bench":
+        return arguments.bench_command in ("step1", "step2", "step3", "scale")
+    return arguments.command in ("run", "chaos")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -65,11 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("--model", choices=("policy", "reward", "actor", "critic"),
                          help="of a state; default: its policy, reward model or actor")  # fmt: skip
     _add_plan(commands.add_parser("plan", help="memory, time and cost before a run is started", allow_abbrev=False))
-    bench = commands.add_parser("bench", help="measure speed and memory", allow_abbrev=False)
-    peers = bench.add_subparsers(dest="bench_command", required=True, metavar="COMMAND").add_parser(
-        "peers", help="beside other trainers and engines, on the same model and rows", allow_abbrev=False
-    )
-    _add_bench_peers(peers)
+    _add_bench(commands.add_parser("bench", help="measure speed and memory", allow_abbrev=False))
     _add_chaos(commands.add_parser(
         "chaos", help="kill a pipeline at random moments, resume it, compare", allow_abbrev=False
     ))  # fmt: skip
@@ -161,23 +165,10 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     add_arguments(parser)
 
 
-def _add_bench_peers(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--lines", default="", metavar="NAMES", help="only these, with commas between; a start is enough: sft,ppo_fp32"
-    )
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="runs of each contestant (default: 5)")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, one round: does everything work here?")
-    parser.add_argument("--work", type=Path, default=Path("runs/bench"), metavar="DIR", help="default: runs/bench")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="results (default: peers.json in --work)")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="page whose section the table replaces")
-    parser.add_argument("--resume", action="store_true", help="keep the finished lines of --json")
-    parser.add_argument("--timeout", type=float, default=3600, metavar="S", help="limit of one run (default: 3600)")
-    parser.add_argument("--trl-python", metavar="PATH", help="interpreter that has TRL (default: this one)")
-    parser.add_argument("--vllm-python", metavar="PATH", help="interpreter that has vLLM (default: this one)")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="STAGE.KEY=VALUE",
-        help="a setting of our stages, for example sft.data.packing=off",
-    )  # fmt: skip
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    from rlhf.bench.arguments import add_arguments
+
+    add_arguments(parser, _add_where)
 
 
 def _run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
@@ -333,26 +324,63 @@ def _plan(arguments: argparse.Namespace, _rest: Sequence[str]) -> int:
     return plan(arguments, sources)
 
 
-def _read_recipe(name: str) -> tuple[str, dict[str, dict[str, Any]], int]:
+def _read_recipe(name: str, overrides: Sequence[str] = ()) -> tuple[str, dict[str, dict[str, Any]], int]:
     """A recipe's name, its stages' configs as mappings, and the devices it is written for."""
-    from launch.recipe import find_recipe, load_recipe, read_stage_config
+    from launch.recipe import RecipeError, find_recipe, load_recipe, read_stage_config, split_overrides
     from rlhf.config import to_dict
     from rlhf.plan.setting import FED
 
     path = find_recipe(name)
     recipe = load_recipe(path)
+    by_stage, problems = split_overrides(overrides, recipe.stage_names)
+    if problems:
+        raise RecipeError("\n".join(problems))
     stages = {}
     for stage in recipe.stage_names:
         entry = recipe.entry(stage)
         fed = [f"--{key}={FED}" for key in entry.feeds]
-        stages[stage] = to_dict(read_stage_config(stage, path.parent / entry.config, fed))
+        config = read_stage_config(stage, path.parent / entry.config, [*fed, *by_stage.get(stage, [])])
+        stages[stage] = to_dict(config)
     return recipe.name, stages, recipe.num_gpus * recipe.num_nodes
 
 
-def _bench(arguments: argparse.Namespace, _rest: Sequence[str]) -> int:
-    from rlhf.bench.command import main as bench_peers
+def _bench(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
+    if arguments.bench_command == "peers":
+        from rlhf.bench.command import main as bench_peers
 
-    return bench_peers(arguments)
+        return bench_peers(arguments)
+    if arguments.bench_command == "machine":
+        from rlhf.bench.machine import main as bench_machine
+
+        return bench_machine(arguments)
+    if arguments.bench_command == "compare":
+        from rlhf.bench.compare import main as compare
+
+        return compare(arguments)
+    from rlhf import ds_config
+    from rlhf.bench.steps import Sources
+
+    sources = Sources(read_recipe=_read_bench_recipe, load=ds_config.load)
+    if arguments.bench_command == "scale":
+        from rlhf.bench.scaling import main as scale
+
+        return scale(arguments, rest, sources)
+    from rlhf.bench.steps import main as bench_step
+
+    return bench_step(arguments, rest, sources)
+
+
+def _read_bench_recipe(name: str, overrides: Sequence[str]) -> "Recipe":
+    from launch.recipe import FOLDERS, STAGES, find_recipe, load_recipe
+    from rlhf.bench.steps import Recipe
+
+    recipe = load_recipe(find_recipe(name))
+    feeds = {
+        stage: {key: value[1:-1] for key, value in recipe.entry(stage).feeds.items() if value[1:-1] in STAGES}
+        for stage in recipe.stage_names
+    }
+    recipe_name, stages, _ = _read_recipe(name, overrides)
+    return Recipe(name=recipe_name, stages=stages, feeds=feeds, folders=FOLDERS)
 
 
 def _chaos(arguments: argparse.Namespace, rest: Sequence[str]) -> int:

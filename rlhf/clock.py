@@ -18,6 +18,7 @@ class Totals:
     """Sums since the run began, earlier attempts included; equal on all ranks."""
 
     tokens: float = 0.0
+    model_flops: float = 0.0
     train_seconds: float = 0.0
     startup_seconds: float = 0.0
     wall_seconds: float = 0.0

@@ -366,6 +366,8 @@ class RunConfig:
     """Continue from the newest intact state in out_dir; an error if there is none."""
     resume_weights_only: bool = False
     """With resume: take weights and positions, not the optimiser."""
+    profile_steps: int = 0
+    """Run so many of the last steps under torch's profiler: trace and communication share in `profile/`; 0: none."""
     tensorboard: bool = False
     """Also write TensorBoard events."""
     wandb_project: str | None = None
@@ -376,6 +378,8 @@ class RunConfig:
     """Detectors of training that goes wrong (docs/reliability.md)."""
 
     def __post_init__(self) -> None:
+        if self.profile_steps < 0:
+            raise ValueError(f"run.profile_steps must be >= 0, got {self.profile_steps}.")
         if self.log_every < 1 or self.eval_every < 0 or self.save_every < 0 or self.keep_states < 1:
             raise ValueError(
                 "run.log_every and run.keep_states must be >= 1, run.eval_every and run.save_every >= 0, got "

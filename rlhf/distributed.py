@@ -148,6 +148,14 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
+def accelerator_name() -> str | None:
+    """What the device calls itself; None without an accelerator."""
+    kind = device_type()
+    if kind == "cpu":
+        return None
+    return torch.cuda.get_device_name(device()) if kind == "cuda" else kind
+
+
 def device() -> torch.device:
     """The device of this rank."""
     kind = device_type()

@@ -29,6 +29,7 @@ from transformers.utils import logging as transformers_logging
 
 from rlhf import distributed, ds_config, heartbeat, host
 from rlhf.config import OptimConfig
+from rlhf.engine_memory import num_bytes, optimizer_bytes, weight_bytes
 from rlhf.health import UnhealthyError
 from rlhf.models.compiled import compiled_blocks
 from rlhf.schedule import lr_multiplier
@@ -166,6 +167,7 @@ class TrainEngine:
         self._loss_is_finite = torch.ones((), dtype=torch.bool, device=self.device)
         self._loss = torch.zeros((), dtype=torch.float64, device=self.device)
         self._at_boundary = False
+        self._gradient_bytes = 0
 
     @property
     def is_sharded(self) -> bool:
@@ -238,6 +240,7 @@ class TrainEngine:
         heartbeat.call(self.role)
         self._at_boundary = False
         gradients = _averaged_gradients(self._engine, self.zero_stage)
+        self._gradient_bytes = num_bytes(gradients)
         loss, norm = self._checked_norm(gradients)
         lr = self.optim.lr * self._lr_multiplier() * self.lr_scale
         for group in self._engine.optimizer.param_groups:
@@ -393,6 +396,14 @@ class TrainEngine:
         universal.load(self._engine, self.zero_stage, folder, self._group_names())
         self.step_count = step_count
 
+    def state_bytes(self) -> dict[str, int]:
+        """Bytes on this rank: weights, gradients (at the last step), optimizer."""
+        return {
+            "weights": weight_bytes(self.module),
+            "gradients": self._gradient_bytes,
+            "optimizer": optimizer_bytes(self._engine, self.module),
+        }
+
     def layout(self) -> dict[str, Any]:
         """How the engine's saved files are to be read: JSON-able, equal on all ranks."""
         return {
@@ -472,6 +483,10 @@ class FrozenEngine:
         """As `TrainEngine.generation_module`."""
         with _sharded_weights(self._engine, self.ds):
             yield self.module
+
+    def state_bytes(self) -> dict[str, int]:
+        """As `TrainEngine.state_bytes`."""
+        return {"weights": weight_bytes(self.module)}
 
     def release_cache(self) -> None:
         """As `TrainEngine.release_cache`: a frozen model's JSON asks for nothing."""

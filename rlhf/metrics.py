@@ -69,6 +69,20 @@ METRICS: dict[str, Metric] = {
         "up",
         "Real tokens of all ranks (no padding) per wall second of training: no evaluation, start-up or compiling.",
     ),
+    "speed/model_flops_per_second": _metric(
+        "FLOP/s",
+        "up",
+        "FLOPs that the algorithm needs for the real tokens, per wall second of training and rank.",
+    ),
+    "memory/weights_bytes": _metric(
+        "bytes", "down", "Weights of all models on the rank that holds most, without the optimiser's own copy."
+    ),
+    "memory/gradients_bytes": _metric(
+        "bytes", "down", "Gradients of the trained models at the update, on the rank that holds most."
+    ),
+    "memory/optimizer_bytes": _metric(
+        "bytes", "down", "What optimisers keep, their copies of the weights included, on the rank that holds most."
+    ),
     "memory/peak_bytes": _metric(
         "bytes", "down", "Most memory so far on one rank: the accelerator's, or the process's resident set without one."
     ),
@@ -82,6 +96,7 @@ METRICS: dict[str, Metric] = {
         "the process's resident set without one.",
     ),
     "data/padding_frac": _metric("fraction", "down", "Positions of the micro-batches that hold padding."),
+    "data/target_frac": _metric("fraction", "none", "Real tokens of step 1 that have a loss."),
     # Held-out rows.
     "eval/loss": _metric("nats", "down", "Held-out loss, per target token (step 1) or pair (step 2).", per_source=True),
     "eval/perplexity": _metric("", "down", "exp of the token-weighted held-out loss, taken once.", per_source=True),

@@ -1,10 +1,12 @@
 """Plots of the report, as SVG text to put into a page. No torch; matplotlib is imported when a plot is drawn."""
 
+import html
 import io
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -46,6 +48,7 @@ STYLE: Any = {
     "figure.facecolor": "none",
     "axes.facecolor": "none",
 }
+SUFFIXES = (".png", ".svg", ".html")
 _PANEL_INCHES = (3.55, 2.25)
 _SMOOTH_FROM = 40
 
@@ -213,3 +216,38 @@ def as_svg(figure: "Figure", key: str) -> str:
     # Size by the page; the fonts are the page's too.
     text = re.sub(r'<svg ([^>]*?)width="[^"]*" height="[^"]*"|<svg (?=[^>]*height=)', r"<svg \1", text, count=1)
     return text.strip()
+
+
+def check_suffix(path: Path) -> None:
+    """Check that a plot can be written as the file's ending says.
+
+    Raises:
+        ValueError: it is another one.
+    """
+    if path.suffix not in SUFFIXES:
+        raise ValueError(f"--plot {path} must end in {', '.join(SUFFIXES)}.")
+
+
+def write_figure(path: Path, title: str, draw: Callable[[str], "Figure"]) -> None:
+    """Write a figure as a picture, or as a page with the title as its heading.
+
+    Args:
+        path: ends in one of SUFFIXES.
+        title: of the page, or of the picture.
+        draw: makes the figure with the title it is given; empty: without one.
+    """
+    check_suffix(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".html":
+        path.write_text(_page(title, as_svg(draw(""), path.stem)), encoding="utf-8")
+    else:
+        draw(title).savefig(path, dpi=150, bbox_inches="tight", facecolor="white")
+
+
+def _page(title: str, svg: str) -> str:
+    style: dict[str, Any] = {"font-family": "system-ui, sans-serif", "margin": "2rem", "color": INK}
+    css = "; ".join(f"{key}: {value}" for key, value in style.items())
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title></head>\n'
+        f'<body style="{css}"><h1 style="font-size: 1.1rem">{html.escape(title)}</h1>\n{svg}</body></html>\n'
+    )

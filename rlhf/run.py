@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -23,6 +23,9 @@ from rlhf.config import RunConfig, save_config, to_dict
 from rlhf.data.collate import Sequences
 from rlhf.health import Health, Values, Verdict
 from rlhf.metrics import Accumulator, JsonlSink, Sink, TensorBoardSink, WandbSink, lookup, split_finite
+from rlhf.plan import flops
+from rlhf.plan.shapes import Shape
+from rlhf.profile import FOLDER, profiled
 from rlhf.run_folder import HEARTBEAT, claim_folder, configure_logging, environment, seed_generators
 from rlhf.states import StateError
 
@@ -41,6 +44,13 @@ class StageConfig(Protocol):
         """Folder, seed, cadence and sinks."""
 
 
+class HasStates(Protocol):
+    """An engine, trained or frozen."""
+
+    def state_bytes(self) -> dict[str, int]:
+        """Bytes on this rank of weights, gradients, optimizer."""
+
+
 class Run:
     """One attempt at one stage. `Run.start` makes it; all ranks call its methods, in the same order."""
 
@@ -56,6 +66,10 @@ class Run:
         self._started = started
         self._clock = Clock()
         self._tokens: Tensor | int = 0
+        self._flops = 0.0
+        self._engines: list[HasStates] = []
+        self._shape: Shape | None = None
+        self._lora = 0
         self._logged_step = 0
         self._first_step = 0
         self._measured: dict[str, dict[str, float]] = {}
@@ -123,23 +137,49 @@ class Run:
         """
         left = iter(batches)
         self._write_progress("train")
-        try:
-            for step in range(self._first_step + 1, self.num_steps + 1):
-                heartbeat.at_step(step, self.num_steps)
-                with self.timer("input"):
-                    batch = next(left)
-                yield step, batch
-        finally:  # at once, and not when it is collected: a rollback iterates anew
-            if isinstance(left, Generator):
-                left.close()
+        with ExitStack() as profiling:
+            try:
+                for step in range(self._first_step + 1, self.num_steps + 1):
+                    heartbeat.at_step(step, self.num_steps)
+                    if step == self.num_steps - self.config.profile_steps + 1:
+                        profiling.enter_context(profiled(self.folder / FOLDER))
+                    with self.timer("input"):
+                        batch = next(left)
+                    yield step, batch
+            finally:  # at once, and not when it is collected: a rollback iterates anew
+                if isinstance(left, Generator):
+                    left.close()
 
     def count_tokens(self, num_tokens: Tensor | int) -> None:
         """Count real tokens (no padding) that this rank trained on; a tensor stays on its device."""
         self._tokens = self._tokens + num_tokens
 
-    def count_batch(self, sequences: Sequences) -> None:
-        """Count the real tokens of a micro-batch that is trained on, and its share of padding."""
+    def count_flops(self, flops: float) -> None:
+        """Count model FLOPs (`rlhf.plan.flops`) of this rank's part of a step."""
+        self._flops += flops
+
+    def watch(self, engines: Iterable[HasStates], *, shape: Shape | None = None, lora: int = 0) -> None:
+        """Log the bytes of these engines' states with every train line, and count the FLOPs of training.
+
+        Args:
+            engines: of the stage.
+            shape: of the model that `count_batch` is about; None: FLOPs are not counted there.
+            lora: rank of its adapters, or 0.
+        """
+        self._engines, self._shape, self._lora = list(engines), shape, lora
+
+    def count_batch(self, sequences: Sequences, *, num_targets: int = 0) -> None:
+        """Count the real tokens of a micro-batch that is trained on, its FLOPs and its share of padding.
+
+        Args:
+            sequences: of the micro-batch.
+            num_targets: tokens that go through the language head.
+        """
         self.count_tokens(sequences.num_tokens)
+        if num_targets:
+            self.metrics.add({"data/target_frac": (num_targets, sequences.num_tokens)})
+        if self._shape is not None:
+            self.count_flops(flops.update(self._shape, sequences.lengths, targets=num_targets, lora=self._lora))
         self.count_padding(sequences)
 
     def count_padding(self, sequences: Sequences) -> None:
@@ -298,6 +338,7 @@ class Run:
         return {
             "metrics": self.metrics.state_dict(),
             "tokens": int(self._tokens),
+            "flops": self._flops,
             "clock": self._clock.state_dict(),
         }
 
@@ -309,6 +350,7 @@ class Run:
         """
         self.metrics.load_state_dicts([window["metrics"] for window in windows])
         self._tokens = sum(int(window["tokens"]) for window in windows)
+        self._flops = sum(float(window.get("flops", 0.0)) for window in windows)
         self._clock.load_state_dicts([window["clock"] for window in windows])
 
     def stop(self) -> None:
@@ -350,6 +392,7 @@ class Run:
             "seconds": self.totals.wall_seconds,
             "tokens_per_second": self.totals.tokens_per_second,
             "num_tokens": int(self.totals.tokens),
+            "model_flops": self.totals.model_flops,
             "train_seconds": self.totals.train_seconds,
             "phase_seconds": {"startup": self.totals.startup_seconds, **self.totals.phase_seconds},
             "world_size": distributed.world_size(),
@@ -375,14 +418,15 @@ class Run:
             self._starting_up = False
         lap = self._clock.lap()
         reduced = self.metrics.reduce(
-            totals={"tokens": self._tokens, "cpu": self._clock.cpu_lap()},
-            maxima={**lap, "startup": startup, "memory": float(memory.peak_bytes())},
+            totals={"tokens": self._tokens, "flops": self._flops, "cpu": self._clock.cpu_lap()},
+            maxima={**lap, "startup": startup, "memory": float(memory.peak_bytes()), **self._state_bytes()},
         )
-        self._tokens = 0
+        self._tokens, self._flops = 0, 0.0
         tokens, seconds = reduced.totals["tokens"], dict(reduced.maxima)
         # Of the phases' slowest ranks: a fast rank that waits for a slow one's update is not doing something else.
         seconds["other"] = max(0.0, seconds["wall"] - sum(seconds[part] for part in PARTS))
         self.totals.tokens += tokens
+        self.totals.model_flops += reduced.totals["flops"]
         if num_steps:  # what follows the last step is export and evaluation
             self.totals.train_seconds += seconds["train"]
         self.totals.startup_seconds += seconds["startup"]
@@ -396,8 +440,19 @@ class Run:
             {f"time/{phase}_seconds": seconds[phase] for phase in self.totals.phase_seconds if seconds[phase]}
         )
         values["speed/tokens_per_second"] = tokens / seconds["train"] if seconds["train"] > 0 else 0.0
+        if reduced.totals["flops"] and seconds["train"] > 0:
+            per_rank = reduced.totals["flops"] / distributed.world_size()
+            values["speed/model_flops_per_second"] = per_rank / seconds["train"]
         values["memory/peak_bytes"] = seconds["memory"]
+        values.update({name: value for name, value in reduced.maxima.items() if name.startswith("memory/")})
         return values
+
+    def _state_bytes(self) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for engine in self._engines:
+            for name, size in engine.state_bytes().items():
+                found[f"memory/{name}_bytes"] = found.get(f"memory/{name}_bytes", 0.0) + size
+        return found
 
     def _lap_wall(self) -> float:
         """Seconds of this process since `start` or the last call."""

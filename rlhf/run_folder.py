@@ -24,11 +24,6 @@ _OUR_LOGGERS = ("rlhf", "step1_sft", "step2_reward", "step3_ppo", "__main__")
 
 def environment(*, stage: str, seed: int) -> dict[str, Any]:
     """Where and how a run was started, for its report."""
-    device = distributed.device()
-    if device.type == "cuda":
-        accelerator = torch.cuda.get_device_name(device)
-    else:
-        accelerator = "none (CPU)" if device.type == "cpu" else device.type
     return {
         "stage": stage,
         "seed": seed,
@@ -36,7 +31,7 @@ def environment(*, stage: str, seed: int) -> dict[str, Any]:
         "command": shlex.join([Path(sys.executable).name, *_argv()]),
         "world_size": distributed.world_size(),
         "hardware": {
-            "accelerator": accelerator,
+            "accelerator": distributed.accelerator_name() or "none (CPU)",
             "cpu": host.cpu_name(),
             "cpu_count": os.cpu_count(),
             "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),

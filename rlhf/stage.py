@@ -4,7 +4,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -25,6 +25,7 @@ from rlhf.models.attention import FAMILIES, takes_layout
 from rlhf.models.build import load_tokenizer, read_config, tokenizer_fingerprint, train_bpe
 from rlhf.models.forward_memory import fitting_tokens, forward_bytes_per_token, head_bytes
 from rlhf.models.policy import CHUNK_TOKENS
+from rlhf.plan.shapes import Shape, shape_of
 from rlhf.run import Run
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,15 @@ class Language:
         """Write the tokenizer, with the template as its own."""
         self.tokenizer.chat_template = self.template.jinja
         self.tokenizer.save_pretrained(folder)
+
+
+def flop_shape(model: nn.Module) -> Shape | None:
+    """What a model's FLOPs are counted from; None for a family that is not counted."""
+    try:
+        return shape_of(cast(Any, model).config.to_dict())
+    except ValueError as error:
+        logger.info("speed/model_flops_per_second is not logged: %s", error)
+        return None
 
 
 def load_language(data: DataConfig, tokenizer: TokenizerConfig, model: ModelConfig, *, stage: Stage) -> Language:

@@ -26,7 +26,7 @@ from rlhf.models.policy import Policy
 from rlhf.models.token_stats import TokenStats, token_stats
 from rlhf.rollout.answers import Voice, answer_rows
 from rlhf.run import Run
-from rlhf.stage import Language, choose_batching, choose_scoring, export_model, load_language
+from rlhf.stage import Language, choose_batching, choose_scoring, export_model, flop_shape, load_language
 from rlhf.watchdog import watched
 from step1_sft.config import SFTConfig
 from step1_sft.evaluate import evaluate_loss, summarise_answers, to_samples
@@ -75,6 +75,7 @@ def train(cfg: SFTConfig) -> None:
     wrapped = Policy(model, closed_form=choose_loss(cfg.fused_loss, zero_stage=ds_config.zero_stage(ds)))
     policy = TrainEngine(wrapped, ds=ds, optim=cfg.optim, role="policy", num_steps=len(loader))
     evaluate = make_evaluation(cfg, policy, language, batching, run)
+    run.watch([policy], shape=flop_shape(wrapped), lora=cfg.model.lora.rank)
     checkpoints = Checkpoints(run, {"policy": policy}, {"loader": loader}, language=language)
     checkpoints.resume()
     before = run.once("before", lambda: evaluate(0, answers=False))
@@ -88,7 +89,7 @@ def train(cfg: SFTConfig) -> None:
                     loss_sum, stats = sft_loss_sum(output, batch.loss_mask_BT)
                     policy.accumulate(loss_sum, count=count, last=i == len(batches) - 1)
                     run.metrics.add(stats)
-                    run.count_batch(batch.sequences)
+                    run.count_batch(batch.sequences, num_targets=batch.num_targets)
                 update = policy.step()
             run.metrics.set({"train/lr": update.lr, "train/grad_norm": update.grad_norm})
             run.observe(step, {"loss": update.loss})

@@ -20,7 +20,7 @@ from rlhf.engine import TrainEngine, setup, zero3_init
 from rlhf.models.build import build_reward_model, check_length_fits
 from rlhf.models.scalar_head import ScalarModel, scores_at
 from rlhf.run import Run
-from rlhf.stage import Language, choose_batching, choose_scoring, export_model, load_language
+from rlhf.stage import Language, choose_batching, choose_scoring, export_model, flop_shape, load_language
 from rlhf.watchdog import watched
 from step2_reward.config import RewardConfig
 from step2_reward.evaluate import histograms, judge, summarise
@@ -84,6 +84,7 @@ def train(cfg: RewardConfig) -> None:
         language,
         longest_row=int((held_out if len(held_out) else dataset).lengths.max(initial=1)),
     )
+    run.watch([reward], shape=flop_shape(reward.module), lora=cfg.model.lora.rank)
     checkpoints = Checkpoints(run, {"reward": reward}, {"loader": loader}, language=language)
     checkpoints.resume()
 

@@ -44,6 +44,12 @@ class Roles:
     reference: FrozenEngine | AdapterOff
     reward: FrozenEngine
 
+    @property
+    def engines(self) -> list[TrainEngine | FrozenEngine]:
+        """Those that hold weights of their own."""
+        own = [self.reference] if isinstance(self.reference, FrozenEngine) else []
+        return [self.actor, self.critic, *own, self.reward]
+
 
 def load_ds_configs(cfg: PPOConfig) -> dict[str, dict[str, Any]]:
     """The content of each role's DeepSpeed JSON."""

@@ -23,6 +23,7 @@ from rlhf.distributed import all_gather_objects, all_max, device, device_type, r
 from rlhf.engine import setup
 from rlhf.memory import measure_growth
 from rlhf.models.build import read_config
+from rlhf.plan import flops
 from rlhf.resumable import Stateful
 from rlhf.rollout.answers import Voice
 from rlhf.rollout.graphs import check_graphs
@@ -33,7 +34,7 @@ from rlhf.rollout.vllm import VLLMEngine
 from rlhf.rollout.weights import Lending, choose_lending, lend_weights
 from rlhf.rules import rule_named
 from rlhf.run import Run
-from rlhf.stage import Language, choose_batching, choose_scoring, export_model, load_language
+from rlhf.stage import Language, choose_batching, choose_scoring, export_model, flop_shape, load_language
 from rlhf.watchdog import watched
 from step3_ppo.checks import kl_is_zero
 from step3_ppo.config import PPOConfig, ShapingConfig
@@ -50,7 +51,7 @@ from step3_ppo.roles import (
     model_configs,
     score_range,
 )
-from step3_ppo.rollout import Judges, describe_decoding, roll_out, score_responses
+from step3_ppo.rollout import Judges, Sample, describe_decoding, roll_out, score_responses
 from step3_ppo.update import update
 
 logger = logging.getLogger(__name__)
@@ -83,9 +84,9 @@ def train(cfg: PPOConfig) -> None:
     judges = make_judges(cfg)
     rows = held_out_rows(cfg, language)
     kl_coef, scale = KLCoefficient(cfg.kl), RunningScale()
-    engines = {"actor": roles.actor, "critic": roles.critic}
+    count = make_count(cfg, roles, run)
     parts: dict[str, Stateful] = {"loader": loader, "kl_coef": kl_coef, "scale": scale}
-    checkpoints = Checkpoints(run, engines, parts, language=language)
+    checkpoints = Checkpoints(run, {"actor": roles.actor, "critic": roles.critic}, parts, language=language)
     checkpoints.resume()
     voice = trusted_voice(roles, make_voice(cfg, language, roles), rows or [prompts[0]])
     dtype = ds_config.dtype_name(ds["actor"])
@@ -121,7 +122,7 @@ def train(cfg: PPOConfig) -> None:
             values = summarise(experience, kl_coef=kl_coef.value)
             run.metrics.set({**values, **describe_decoding(decoded)})
             kl_coef.update(values["ppo/kl_ref"], num_sequences=len(sequences))
-            run.count_tokens(sum(sample.num_tokens for sample in samples[rank() :: world_size()]))
+            count(samples[rank() :: world_size()])
             run.observe(step, {**values, **updated, **reward_range})
             run.log(step)
             if run.every(cfg.run.eval_every, step) and step < len(loader):
@@ -132,6 +133,24 @@ def train(cfg: PPOConfig) -> None:
     folder = export_model(roles.actor, language, run, kind="policy", parents=parents, metrics=metrics)
     export_model(roles.critic, language, run, kind="critic", parents=parents, metrics={}, name="critic")
     run.finish(metrics, folder)
+
+
+def make_count(cfg: PPOConfig, roles: Roles, run: Run) -> Callable[[Sequence[Sample]], None]:
+    """A function that counts the tokens of responses, and the model FLOPs that they take in all phases."""
+    run.watch(roles.engines)
+    policy, scorer = flop_shape(roles.actor.module), flop_shape(roles.critic.module)
+
+    def count(samples: Sequence[Sample]) -> None:
+        run.count_tokens(sum(sample.num_tokens for sample in samples))
+        if policy is None or scorer is None:
+            return
+        for sample in samples:
+            run.count_flops(flops.ppo_row(
+                policy, scorer, len(sample.prompt.prompt_ids), len(sample.response.token_ids),
+                epochs=cfg.update.epochs, lora=cfg.actor.lora.rank,
+            ))  # fmt: skip
+
+    return count
 
 
 def held_out_rows(cfg: PPOConfig, language: Language) -> list[PromptRow]:

@@ -49,12 +49,12 @@ class Sizes:
     def actor(self, *, large_vocabulary: bool = False) -> dict[str, Any]:
         """Hugging Face config of the policy."""
         vocabulary = self.large_vocabulary if large_vocabulary else self.vocabulary
-        return _opt(self.hidden, self.layers, self.heads, vocabulary, self.positions)
+        return opt(self.hidden, self.layers, self.heads, vocabulary, self.positions)
 
     def reward(self, *, large_vocabulary: bool = False) -> dict[str, Any]:
         """Hugging Face config of the reward model and the critic."""
         vocabulary = self.large_vocabulary if large_vocabulary else self.vocabulary
-        return _opt(self.reward_hidden, self.reward_layers, self.reward_heads, vocabulary, self.positions)
+        return opt(self.reward_hidden, self.reward_layers, self.reward_heads, vocabulary, self.positions)
 
 
 FULL = Sizes(
@@ -96,7 +96,8 @@ QUICK = Sizes(
 SIZES = {sizes.name: sizes for sizes in (FULL, QUICK)}
 
 
-def _opt(hidden: int, layers: int, heads: int, vocabulary: int, positions: int) -> dict[str, Any]:
+def opt(hidden: int, layers: int, heads: int, vocabulary: int, positions: int) -> dict[str, Any]:
+    """Hugging Face config of an OPT without dropout."""
     return {
         "model_type": "opt",
         "hidden_size": hidden,

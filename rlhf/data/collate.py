@@ -33,6 +33,8 @@ class Sequences:
     last_S: Tensor
     """Place of its last token; all others lie between, unless sequences share their prompt."""
     length_S: Tensor
+    lengths: tuple[int, ...]
+    """The same on the host; the stand-in of an empty micro-batch has none."""
     num_tokens: int
     """Real tokens, a shared prompt counted for each of its sequences; the stand-in of an empty micro-batch is none."""
     num_padding: int
@@ -65,6 +67,8 @@ class TokenBatch:
     sequences: Sequences
     loss_mask_BT: Tensor
     source_S: Tensor
+    num_targets: int
+    """Tokens with a loss."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +133,7 @@ def collate_sft(
         sequences=sequences,
         loss_mask_BT=_like_tokens(loss_mask, sequences),
         source_S=torch.tensor([row.source for row in rows] or [0], device=device),
+        num_targets=int(loss_mask.sum()),
     )
 
 
@@ -270,6 +275,7 @@ def _sequences(
         first_S=torch.from_numpy(first.astype(np.int64)).to(device),
         last_S=torch.from_numpy(first + lengths - 1).to(device),
         length_S=torch.from_numpy(lengths.astype(np.int64)).to(device),
+        lengths=tuple(lengths.tolist()) if token_lists else (),
         num_tokens=int(lengths.sum()) if token_lists else 0,
         num_padding=int(token_ids.size - lengths.sum()) if token_lists else 1,
     )
@@ -323,6 +329,7 @@ def _sharing_prompts(
         first_S=torch.tensor([c[0] for c in columns], device=device),
         last_S=torch.tensor([c[-1] for c in columns], device=device),
         length_S=torch.tensor(lengths, device=device),
+        lengths=tuple(lengths),
         num_tokens=sum(lengths),
         num_padding=0,
     )

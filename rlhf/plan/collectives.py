@@ -10,6 +10,7 @@ machines for large messages).
 from dataclasses import dataclass
 
 from rlhf.plan.hardware import Device
+from rlhf.plan.measured import Collective
 
 LINK = 0.55
 """Of the links' rate inside a machine that sums of some 100 MB between products reach (fitted). Alone, and larger, they
@@ -61,11 +62,19 @@ class Group:
     def rate(self) -> float:
         """Bytes a second past each rank of a ring; groups side by side share the cards of a machine."""
         device = self.device
+        if self.measured is not None:
+            return self.measured.gb_s * 1e9
         between = device.node_bandwidth * device_share(device) * self.per_node / device.node
         if self.single_card:
             between = device.node_bandwidth / device.nics * ALONE
         inside = self.inside if self.per_node > 1 else float("inf")
         return inside if self.nodes == 1 else min(inside, between)
+
+    @property
+    def measured(self) -> Collective | None:
+        """What was measured of such a group, if it was."""
+        inside = self.device.measured if self.nodes == 1 else None
+        return None if inside is None else inside.collective(self.ranks)
 
     @property
     def hops(self) -> float:
@@ -84,7 +93,8 @@ def all_gather(members: Group, size: float, *, messages: float = 1) -> float:
     """Seconds to gather `size` bytes in all, in several messages; a reduce-scatter takes as long."""
     if members.ranks == 1:
         return 0.0
-    return messages * (START + members.hops) + size * (members.ranks - 1) / members.ranks / members.rate
+    start = START + members.hops if members.measured is None else members.measured.latency
+    return messages * start + size * (members.ranks - 1) / members.ranks / members.rate
 
 
 def all_reduce(members: Group, size: float, *, messages: float = 1) -> float:
@@ -96,7 +106,8 @@ def all_reduce(members: Group, size: float, *, messages: float = 1) -> float:
     if size / messages < TREE_MESSAGE and members.nodes > 1:
         depth = (members.nodes - 1).bit_length()
         latency = min(latency, 2 * (depth * HOP_BETWEEN + (members.per_node - 1) * HOP_INSIDE))
-    return messages * (START + latency) + moved
+    start = START + latency if members.measured is None else members.measured.latency
+    return messages * start + moved
 
 
 def send(device: Device, size: float, *, between: bool, sharing: int = 1) -> float:

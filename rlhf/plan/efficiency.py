@@ -86,6 +86,8 @@ def matmul_efficiency(device: Device, dtype: str, m: float, n: float, k: float) 
 
 def matmul(device: Device, dtype: str, m: float, n: float, k: float) -> float:
     """Seconds of an (m, k) x (k, n) product: computing or memory, whichever is longer."""
+    if device.measured is not None:
+        return device.measured.product(dtype, m, n, k)
     efficiency = matmul_efficiency(device, dtype, m, n, k)
     width = {"fp32": 4, "fp8": 1, "fp4": 0.5}.get(dtype, 2)
     computing = 2 * m * n * k / (device.peak(dtype) * efficiency)

@@ -7,6 +7,8 @@ at the positions whose next token is scored. Norms, activations, softmax and the
 computed twice. Backward is twice forward: one product for the inputs' gradient, one for the weights'.
 """
 
+from collections.abc import Iterable
+
 from rlhf.plan.shapes import Shape
 
 TRAINING = 3
@@ -26,14 +28,31 @@ def forward(shape: Shape, length: float, *, targets: float = 0, causal: bool = T
     return length * shape.linear_per_token + pairs * shape.attention_per_pair + targets * shape.head_per_token
 
 
-def sft_row(policy: Shape, prompt: float, response: float) -> float:
+def update(shape: Shape, lengths: Iterable[float], *, targets: float = 0, lora: int = 0) -> float:
+    """Model FLOPs of training on some sequences.
+
+    Args:
+        shape: of the model.
+        lengths: tokens of each sequence.
+        targets: positions of all of them that go through the language head.
+        lora: rank of adapters on every matrix of the layers, which then are what is trained. The frozen matrices give
+            the gradient of their input and none of their own; the adapters are trained in full.
+    """
+    lengths = list(lengths)
+    whole = TRAINING * (sum(forward(shape, length) for length in lengths) + targets * shape.head_per_token)
+    if not lora:
+        return whole
+    return whole + sum(lengths) * (TRAINING * 2 * shape.lora_parameters(lora) - shape.linear_per_token)
+
+
+def sft_row(policy: Shape, prompt: float, response: float, *, lora: int = 0) -> float:
     """Model FLOPs of one demonstration in an update: loss on the response."""
-    return TRAINING * forward(policy, prompt + response, targets=response)
+    return update(policy, [prompt + response], targets=response, lora=lora)
 
 
 def preference_row(reward: Shape, prompt: float, chosen: float, rejected: float) -> float:
     """Model FLOPs of one pair in an update of the reward model; its head of one output is not worth counting."""
-    return TRAINING * (forward(reward, prompt + chosen) + forward(reward, prompt + rejected))
+    return update(reward, [prompt + chosen, prompt + rejected])
 
 
 def rollout_row(policy: Shape, prompt: float, response: float) -> float:
@@ -41,27 +60,17 @@ def rollout_row(policy: Shape, prompt: float, response: float) -> float:
     return forward(policy, prompt + response - 1, targets=response)
 
 
-def ppo_row(policy: Shape, reward: Shape, prompt: float, response: float, *, epochs: int = 1) -> float:
+def ppo_row(policy: Shape, reward: Shape, prompt: float, response: float, *, epochs: int = 1, lora: int = 0) -> float:
     """Model FLOPs of one response in a PPO iteration.
 
     The rollout gives the old log-probabilities; the reference, the reward model and the critic read the row once; actor
-    and critic are trained on it `epochs` times. Critic and reward model have one shape.
+    (with adapters of rank `lora`, if that is not 0) and critic are trained on it `epochs` times. Critic and reward
+    model have one shape.
     """
     length = prompt + response
     scored = forward(policy, length, targets=response) + 2 * forward(reward, length)
-    trained = TRAINING * (forward(policy, length, targets=response) + forward(reward, length))
+    trained = update(policy, [length], targets=response, lora=lora) + update(reward, [length])
     return rollout_row(policy, prompt, response) + scored + epochs * trained
-
-
-def lora_row(policy: Shape, prompt: float, response: float, rank: int) -> float:
-    """Model FLOPs of one demonstration in an update of adapters alone, on every matrix of the layers.
-
-    The frozen matrices give the gradient of their input and none of their own; the adapters are trained in full.
-    """
-    length = prompt + response
-    adapters = 2 * policy.lora_parameters(rank) * length
-    saved = length * (policy.linear_per_token)  # the frozen matrices' own gradient
-    return sft_row(policy, prompt, response) - saved + TRAINING * adapters
 
 
 def recomputed(shape: Shape, length: float, recompute: str, *, on_chip: bool = True) -> float:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf import strict
+from rlhf.plan.measured import Measured, from_mapping
 
 BUILT_IN = Path(__file__).parent / "data" / "devices.yaml"
 DTYPES = ("fp32", "fp16", "bf16", "fp8", "fp4")
@@ -46,6 +47,8 @@ class Device:
     """Of one device; 0: not known."""
     source: str = ""
     """Where the numbers are from."""
+    measured: Measured | None = field(default=None, hash=False)
+    """Of `rlhf bench machine`; None: the efficiency table says what the device reaches."""
 
     def __post_init__(self) -> None:
         for name in ("cores", "memory_gb", "bandwidth_gb_s", "node", "link_gb_s", "host_scale", "power_limit"):
@@ -66,6 +69,11 @@ class Device:
         if dtype not in self.peak_tflops:
             raise ValueError(f"hardware {self.name} has no {dtype} peak. It has {', '.join(self.peak_tflops)}.")
         return self.peak_tflops[dtype] * 1e12
+
+    @property
+    def is_serial(self) -> bool:
+        """A processor that launches nothing: what its programs do beside computing adds to it, and nothing overlaps."""
+        return self.architecture == "cpu"
 
     @property
     def memory(self) -> float:
@@ -136,9 +144,11 @@ def _device(name: str, entry: Any, path: Path) -> Device:
     missing = sorted(required - set(entry))
     if missing:
         raise ValueError(f"{path}: {name} lacks {', '.join(missing)}.")
+    measured = from_mapping(entry["measured"], f"{path}: {name}") if entry.get("measured") else None
+    entry = {key: value for key, value in entry.items() if key != "measured"}
     for key, value in entry.items():
         numbers = value.values() if isinstance(value, dict) else [value]
         wanted = str if key in ("architecture", "source") else (int, float)
         if (key == "peak_tflops") != isinstance(value, dict) or not all(isinstance(v, wanted) for v in numbers):
             raise ValueError(f"{path}: {name}.{key}={value!r} has the wrong type.")
-    return Device(name=name, **entry)
+    return Device(name=name, measured=measured, **entry)

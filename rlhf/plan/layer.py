@@ -18,6 +18,8 @@ CALLS = {"eager": 26, "fused": 16, "compiled": 12}
 """Kernels of a layer's forward pass."""
 HOST_GATHER = 0.235e-3
 """Seconds of the processor to gather one tensor under ZeRO-3: hooks, allocation, launch (fitted: Lambda's step 1)."""
+HOST_PASSES = {"none": 2.5, "selective": 2.7, "full": 3.5}
+"""Time of the host for a layer's passes by what is recomputed, in units of a forward pass."""
 LORA_BYTES = 10
 """Bytes for each output of an adapted matrix: the adapter's is scaled, read and written, and added."""
 LORA_CALLS = 4
@@ -65,25 +67,36 @@ def layer(shape: Shape, layout: Layout, device: Device, stack: Stack) -> LayerTi
     forward = backward = 0.0
     for n, k in products(shape, layout.tensor):
         forward += matmul(device, dtype, tokens, n, k)
-        backward += matmul(device, dtype, tokens, k, n)
+        backward += backward_product(device, dtype, tokens, n, k, own=not layout.lora)
         if layout.lora:
             adapter = matmul(device, _sixteen(dtype), tokens, layout.lora, k) + matmul(
                 device, _sixteen(dtype), tokens, n, layout.lora
             )
             forward += adapter
             backward += 2 * adapter
-        else:
-            backward += matmul(device, dtype, n, k, tokens)
     attention, backward_attention = _attention(shape, layout, device, stack)
     calls = CALLS[stack.pointwise] + LORA_CALLS * 6 * bool(layout.lora)
+    moved = pointwise_bytes(shape, layout, stack)
+    pointwise = traffic(device, moved) + calls * efficiency.KERNEL
+    host = calls * HOST_CALL * stack.host * device.host_scale
+    if device.measured is not None:
+        pointwise = moved / (device.measured.pointwise_gb_s * 1e9)
+        host = device.measured.update_layer / HOST_PASSES["none"]
     return LayerTime(
         products=forward,
         backward_products=backward,
         attention=attention,
         backward_attention=backward_attention,
-        pointwise=traffic(device, pointwise_bytes(shape, layout, stack)) + calls * efficiency.KERNEL,
-        host=calls * HOST_CALL * stack.host * device.host_scale,
+        pointwise=pointwise,
+        host=host,
     )
+
+
+def backward_product(device: Device, dtype: str, tokens: float, n: float, k: float, *, own: bool) -> float:
+    """Seconds of the products of a matrix's backward pass: for its input's gradient and, if it is trained, its own."""
+    if device.measured is not None:
+        return device.measured.product(dtype, tokens, n, k, backward=True) * (1.0 if own else 0.5)
+    return matmul(device, dtype, tokens, k, n) + (matmul(device, dtype, n, k, tokens) if own else 0.0)
 
 
 def pointwise_bytes(shape: Shape, layout: Layout, stack: Stack) -> float:
@@ -107,6 +120,10 @@ def _attention(shape: Shape, layout: Layout, device: Device, stack: Stack) -> tu
     heads = shape.heads / layout.tensor
     pairs = layout.micro_batch * layout.length * layout.length / layout.context * heads
     operations = 4 * pairs * shape.head_size
+    if device.measured is not None and stack.on_chip:
+        half, measured = operations / 2, device.measured
+        return (measured.attention_seconds(dtype, half, layout.length),
+                measured.attention_seconds(dtype, half, layout.length, backward=True))  # fmt: skip
     speed = 1.0 if shape.head_size % 8 == 0 else efficiency.NO_TENSOR_CORE
     if stack.on_chip:
         speed *= efficiency.FLASH_1 if stack.attention == "flash1" else 1.0
@@ -136,6 +153,9 @@ def head(shape: Shape, layout: Layout, device: Device, stack: Stack) -> float:
     backward = matmul(device, dtype, layout.tokens, shape.embedding, padded)
     weights = matmul(device, dtype, padded, shape.embedding, layout.tokens)
     trained = not layout.lora or layout.embeddings_trained
+    if device.measured is not None:
+        both = device.measured.product(dtype, layout.tokens, padded, shape.embedding, backward=True)
+        backward = weights = both / 2
     loss = traffic(device, layout.tokens * n * (20 if stack.pointwise == "eager" else 12))
     return forward + backward + weights * trained + loss
 
@@ -143,7 +163,14 @@ def head(shape: Shape, layout: Layout, device: Device, stack: Stack) -> float:
 def optimizer(parameters: float, layout: Layout, device: Device, stack: Stack) -> float:
     """Seconds of clipping and Adam on a rank's share of what is trained."""
     share = parameters / (layout.shards if layout.zero else 1)
-    moved = share * (2 * stack.states.optimizer + 2 * stack.states.gradients + stack.states.weights)
+    moved = optimizer_bytes(share, stack)
+    if device.measured is not None and not layout.offload_optimizer:
+        return moved / (device.measured.optimizer_gb_s * 1e9)
     if layout.offload_optimizer:  # Adam on the host, whose memory 8 ranks share
         return moved / (150e9 / device.node) + share * 4 / 12e9
     return traffic(device, moved)
+
+
+def optimizer_bytes(parameters: float, stack: Stack) -> float:
+    """Bytes that clipping and Adam read and write for so many weights."""
+    return parameters * (2 * stack.states.optimizer + 2 * stack.states.gradients + stack.states.weights)

@@ -12,7 +12,7 @@ from rlhf.plan.efficiency import matmul, traffic
 from rlhf.plan.hardware import Device
 from rlhf.plan.layout import OURS, Layout, Stack
 from rlhf.plan.shapes import Shape
-from rlhf.plan.step import data_group
+from rlhf.plan.step import data_group, gather_host, stack_on
 
 DECODE_HOST = 570e-6
 """Seconds of the processor for one layer of a decoding step (fitted: Lambda's OPT-13B on H100)."""
@@ -55,6 +55,9 @@ def gather(shape: Shape, layout: Layout, device: Device) -> float:
         return 0.0
     tensors = shape.layers * GATHER_TENSORS
     size = 2.0 * shape.parameters / layout.tensor
+    if device.measured is not None:
+        host = shape.layers * gather_host(device, OURS)
+        return all_gather(data_group(layout, device), size, messages=shape.layers) + host
     moved = all_gather(data_group(layout, device), size, messages=tensors)
     return moved + tensors * GATHER_HOST * device.host_scale
 
@@ -65,7 +68,7 @@ def gather_layers(shape: Shape, layout: Layout, device: Device) -> float:
         return 0.0
     size = 2.0 * shape.parameters / layout.tensor
     moved = all_gather(data_group(layout, device), size, messages=shape.layers)
-    return moved + shape.layers * layers.HOST_GATHER * device.host_scale
+    return moved + shape.layers * gather_host(device, OURS)
 
 
 def rollout(shape: Shape, layout: Layout, device: Device, work: Work, *, host: float = DECODE_HOST) -> Rollout:
@@ -98,6 +101,10 @@ def decode_step(
     keys = traffic(device, width * batch * length * shape.cache_elements / shape.layers / tensor)
     sums = 2 * all_reduce(group(device, tensor), 2.0 * batch * shape.hidden)
     head = matmul(device, dtype, batch, -(-shape.vocabulary // 64) * 64 / tensor, shape.embedding)
+    if device.measured is not None:
+        host, computing = device.measured.decode_layer, products + keys + sums
+        each = computing + host if device.is_serial else max(computing, host)
+        return shape.layers * each + head + device.measured.decode_token
     return shape.layers * max(products + keys + sums, host * device.host_scale) + head
 
 
@@ -105,8 +112,11 @@ def score(shape: Shape, layout: Layout, device: Device, rows: int, *, stack: Sta
     """Seconds of one forward pass over `rows` sequences on each rank, in micro-batches of the layout."""
     batches = -(-rows // layout.micro_batch)
     one = layers.layer(shape, replace(layout, recompute="none", lora=0), device, stack)
-    host = one.host + (layout.zero == 3) * stack.gather_messages * layers.HOST_GATHER * device.host_scale
-    computing = shape.layers * max(one.forward, host)
+    stack = stack_on(device, stack)
+    host = one.host if device.measured is None else device.measured.score_layer
+    host += (layout.zero == 3) * gather_host(device, stack)
+    computing = shape.layers * (one.forward + host if device.is_serial else max(one.forward, host))
+    computing += 0.0 if device.measured is None else device.measured.score_pass
     if head:
         computing += layers.head(shape, layout, device, stack) / 3
     if layout.tensor > 1:

@@ -1,19 +1,17 @@
 """Scaling curves as a picture or a page. No torch; matplotlib is imported when one is drawn."""
 
-import html
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlhf.plan.scale import Curve
 from rlhf.plan.steps import STEPS
-from rlhf.report_plots import ACCENT, GREY, INK, SHADES, STYLE, as_svg
+from rlhf.report_plots import ACCENT, GREY, INK, SHADES, STYLE, check_suffix, write_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-SUFFIXES = (".png", ".svg", ".html")
 SHOWN = 0.003
 """Losses below it everywhere are not drawn."""
 _COLOURS = {"weak": ACCENT, "strong": INK}
@@ -25,16 +23,10 @@ def write_plot(path: Path, title: str, curves: Sequence[Curve]) -> None:
     Raises:
         ValueError: another ending, or nothing to draw.
     """
-    if path.suffix not in SUFFIXES:
-        raise ValueError(f"--plot {path} must end in {', '.join(SUFFIXES)}.")
+    check_suffix(path)
     if not any(curve.points for curve in curves):
         raise ValueError(f"--plot {path}: no number of devices fits, so there is nothing to draw.")
-    figure = _draw(curves, title="" if path.suffix == ".html" else title)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".html":
-        path.write_text(_page(title, as_svg(figure, "scale")), encoding="utf-8")
-    else:
-        figure.savefig(path, dpi=150, bbox_inches="tight", facecolor="white")
+    write_figure(path, title, lambda shown: _draw(curves, title=shown))
 
 
 def _draw(curves: Sequence[Curve], *, title: str) -> "Figure":
@@ -91,12 +83,3 @@ def _devices(axes: "Axes", sizes: Sequence[int]) -> None:
     axes.set_xticks(ticks, [str(size) for size in ticks], rotation=45 if len(ticks) > 7 else 0)
     axes.minorticks_off()
     axes.set_xlabel("devices")
-
-
-def _page(title: str, svg: str) -> str:
-    style: dict[str, Any] = {"font-family": "system-ui, sans-serif", "margin": "2rem", "color": INK}
-    css = "; ".join(f"{key}: {value}" for key, value in style.items())
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title></head>\n'
-        f'<body style="{css}"><h1 style="font-size: 1.1rem">{html.escape(title)}</h1>\n{svg}</body></html>\n'
-    )

@@ -170,7 +170,7 @@ def from_recipe(
     def layout(config: Mapping[str, Any], model: Mapping[str, Any], json_name: str, batch: int) -> Layout:
         raw = load(json_name)
         zero = raw.get("zero_optimization", {})
-        dtype = next((short for short in ("bf16", "fp16") if raw.get(short, {}).get("enabled")), "fp32")
+        dtype = dtype_of(raw)
         device.peak(dtype)
         tokens = config["data"]["max_prompt_tokens"] + config["data"]["max_response_tokens"]
         budget = int(config["data"].get("micro_batch_tokens", 0)) // tokens
@@ -200,6 +200,33 @@ def from_recipe(
             decode_batch=int(rollout["batch_size"]), score_batch=_score_rows(ppo["data"], prompt + response),
             minibatch=minibatch, epochs=int(update["epochs"]),
             hybrid=_gathered_whole(rollout, actor, device),
+        ),
+    )  # fmt: skip
+
+
+def dtype_of(ds: Mapping[str, Any]) -> str:
+    """Type that a DeepSpeed JSON computes in."""
+    return next((short for short in ("bf16", "fp16") if ds.get(short, {}).get("enabled")), "fp32")
+
+
+def with_lengths(setting: Setting, *, prompt: float, response: float) -> Setting:
+    """The same work on rows of another length: a micro-batch holds as many tokens as before, or all rows of a rank."""
+    prompt_tokens, response_tokens = max(1, round(prompt)), max(1, round(response))
+    length = prompt_tokens + response_tokens
+
+    def change(layout: Layout) -> Layout:
+        rows = layout.micro_batch * layout.accumulation
+        accumulation = -(-rows // max(1, layout.micro_batch * layout.length // length))
+        return replace(layout, length=length, micro_batch=-(-rows // accumulation), accumulation=accumulation)
+
+    ppo = setting.ppo
+    return replace(
+        setting, prompt=prompt_tokens, response=response_tokens,
+        sft=replace(setting.sft, layout=change(setting.sft.layout)),
+        preference=replace(setting.preference, layout=change(setting.preference.layout)),
+        ppo=replace(
+            ppo, actor=change(ppo.actor), critic=change(ppo.critic), reference=change(ppo.reference),
+            reward=change(ppo.reward), score_batch=max(1, ppo.score_batch * setting.length // length),
         ),
     )  # fmt: skip
 

@@ -47,29 +47,46 @@ class StepTime:
 
 def step(shape: Shape, layout: Layout, device: Device, stack: Stack = OURS, *, with_head: bool = True) -> StepTime:
     """An update of `layout.global_batch` sequences; without a head, of a reward model or critic."""
+    stack = stack_on(device, stack)
     one = layers.layer(shape, layout, device, stack)
     head = layers.head(shape, layout, device, stack) if with_head else 0.0
     count = slowest(shape, layout, head / (one.forward + one.backward + _again(one, layout, stack)))
     useful = count * (one.forward + one.backward) + head * (layout.pipeline == 1)
     again = count * _again(one, layout, stack)
-    host_passes = {"none": 2.5, "selective": 2.7, "full": 3.5}[layout.recompute]
     tensor = count * _tensor(shape, layout, device, stack)
     busy = useful + again + tensor
-    host = one.host * host_passes
+    host = one.host * layers.HOST_PASSES[layout.recompute]
     if layout.zero == 3:
-        host += stack.gathers * stack.gather_messages * layers.HOST_GATHER * device.host_scale
-    idle = max(0.0, count * host - busy)
+        host += gather_host(device, stack) * stack.gathers
+    idle = count * host if device.is_serial else max(0.0, count * host - busy)
     gather = _zero3(shape, layout, device, stack, busy + idle)
     micro = busy + idle + gather
     bubble = _bubble(shape, layout, device, stack, micro)
     reduce = _reduce(shape, layout, device, stack, hidden=(count * one.backward, count * one.forward))
     trained = memory.trained_parameters(shape, layout)
     n = layout.accumulation
+    step_host = STEP_HOST * device.host_scale * stack.host
+    if device.measured is not None:
+        step_host = device.measured.update_step
     return StepTime(
-        computing=n * useful, recomputing=n * again, host=n * idle + STEP_HOST * device.host_scale * stack.host,
+        computing=n * useful, recomputing=n * again, host=n * idle + step_host,
         tensor=n * tensor, gather=n * gather, bubble=bubble, reduce=reduce,
         optimizer=layers.optimizer(trained, layout, device, stack),
     )  # fmt: skip
+
+
+def stack_on(device: Device, stack: Stack) -> Stack:
+    """What the program does on a device: on a processor without an accelerator nothing overlaps."""
+    if not device.is_serial:
+        return stack
+    return replace(stack, overlap=0.0, gradient_overlap=False, gather_overlap=False, tensor_overlap=0.0)
+
+
+def gather_host(device: Device, stack: Stack) -> float:
+    """Seconds of the processor to gather one layer once under ZeRO-3."""
+    if device.measured is not None:
+        return device.measured.gather_layer / stack.gathers
+    return stack.gather_messages * layers.HOST_GATHER * device.host_scale
 
 
 def slowest(shape: Shape, layout: Layout, head: float) -> float:

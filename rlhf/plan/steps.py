@@ -100,10 +100,8 @@ def _training(setting: Setting, number: int, shape: Shape, training: Training) -
     rows = layout.global_batch
     if pairs:
         needed = flops.preference_row(shape, setting.prompt, setting.response, setting.response)
-    elif layout.lora:
-        needed = flops.lora_row(shape, setting.prompt, setting.response, layout.lora)
     else:
-        needed = flops.sft_row(shape, setting.prompt, setting.response)
+        needed = flops.sft_row(shape, setting.prompt, setting.response, lora=layout.lora)
     again = flops.recomputed(shape, layout.length, layout.recompute) * (1 + pairs)
     return StepPlan(
         number=number, layout=layout, memory={"update": _with_context(found)}, seconds=spent.parts(), rows=rows,
@@ -122,7 +120,9 @@ def _ppo(setting: Setting, ppo: Policy) -> StepPlan:
     rows = -(-ppo.prompts_per_step // layout.data)
     total = rows * layout.data
     updates = ppo.epochs * max(1, round(ppo.prompts_per_step / ppo.minibatch))
-    needed = total * flops.ppo_row(setting.actor, setting.reward, setting.prompt, setting.response, epochs=ppo.epochs)
+    needed = total * flops.ppo_row(
+        setting.actor, setting.reward, setting.prompt, setting.response, epochs=ppo.epochs, lora=layout.lora
+    )  # fmt: skip
     again = flops.recomputed(setting.actor, setting.length, layout.recompute)
     again += flops.recomputed(setting.reward, setting.length, ppo.critic.recompute)
     return StepPlan(

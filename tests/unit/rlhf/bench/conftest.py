@@ -1,10 +1,12 @@
 """Samples, steps and a report, small enough to be worked out by hand."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from rlhf.bench.record import Sample, to_json
+from rlhf.bench.result import Result
 
 
 def make_sample(**changes: Any) -> Sample:
@@ -37,3 +39,19 @@ def report() -> dict[str, Any]:
         "left_out": {"vLLM": "`import vllm` failed"},
         "lines": {"sft_fp32": {"status": "failed", "contestants": contestants}},
     }
+
+
+@pytest.fixture
+def make_result() -> Callable[..., Result]:
+    """A step of a recipe on two ranks; keywords change it."""
+
+    def make(**changes: Any) -> Result:
+        values: dict[str, Any] = {
+            "number": 1, "recipe": "tiny_cpu", "settings": [], "hardware": "CPU", "ranks": 2, "dtype": "fp32",
+            "date": "2026-01-02", "git_commit": None, "versions": {"torch": "2.13.0"}, "rows": 32.0,
+            "step_seconds": [1.0, 1.0], "tokens": 640.0, "response_tokens": 10.0, "phases": {"update": 0.9},
+            "flops_per_second": 1e9, "memory": {"weights": 1e9, "other": 1e9, "peak": 2e9},
+        }  # fmt: skip
+        return Result(**{**values, **changes})
+
+    return make

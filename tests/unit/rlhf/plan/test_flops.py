@@ -77,7 +77,7 @@ def test_lora_and_recomputation() -> None:
     """Adapters of rank 1 on SMALL: q and out 2 x 8, k and v 2 x 6, three of 12: 64 weights."""
     assert SMALL.lora_parameters(1) == 64
     plain = flops.sft_row(SMALL, 2, 3)
-    assert flops.lora_row(SMALL, 2, 3, 1) == plain - 5 * 288 + 3 * 2 * 64 * 5
+    assert flops.sft_row(SMALL, 2, 3, lora=1) == plain - 5 * 288 + 3 * 2 * 64 * 5
     assert flops.recomputed(SMALL, 3, "none") == 0
     assert flops.recomputed(SMALL, 3, "selective", on_chip=False) == 6 * 16
     assert flops.recomputed(SMALL, 3, "selective") == 3 * 288 / 2

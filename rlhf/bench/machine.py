@@ -1,0 +1,172 @@
+"""`rlhf bench machine`: measure this machine and write it as a hardware YAML that `rlhf plan` reads. No torch."""
+
+import argparse
+import json
+import os
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rlhf.bench.jobs import launch
+from rlhf.bench.process import ChildError, run_child
+from rlhf.bench.show import console, table
+from rlhf.plan.hardware import load_devices
+
+_SMALL = 4096
+"""Bytes of a collective that only its latency counts of."""
+_LARGE_CPU, _LARGE = 1 << 25, 1 << 29
+_LINK_SECONDS = 60.0
+_FIELDS = ("products", "attention", "pointwise_gb_s", "optimizer_gb_s", "update_layer", "update_step", "gather_layer",
+           "score_layer", "score_pass", "decode_layer", "decode_token", "disk")  # fmt: skip
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Measure; 0, 1 if a program failed, 2 if something cannot be used."""
+    try:
+        check(arguments)
+        found = measure(arguments)
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(as_yaml(arguments.name, found), encoding="utf-8")
+        load_devices(arguments.out)
+    except ChildError as error:
+        sys.stderr.write(f"rlhf bench: {error}\n")
+        return 1
+    except (ValueError, OSError) as error:
+        sys.stderr.write(f"rlhf bench: {error}\n")
+        return 2
+    show(arguments.name, found)
+    sys.stdout.write(f"written to {arguments.out}; plan with it: rlhf plan --hardware {arguments.out} "
+                     f"--gpu {arguments.name} --recipe ...\n")  # fmt: skip
+    return 0
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Check the flags.
+
+    Raises:
+        ValueError: one cannot be used.
+    """
+    if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", arguments.name):
+        raise ValueError(f"--name {arguments.name!r} must be made of small letters, digits, `.` and `-`.")
+    if arguments.num_gpus is not None and arguments.num_gpus < 1:
+        raise ValueError(f"--num_gpus must be >= 1, got {arguments.num_gpus}.")
+    if not arguments.seconds > 0:
+        raise ValueError(f"--seconds must be > 0, got {arguments.seconds}.")
+    if arguments.disk is not None and not arguments.disk.is_dir():
+        raise ValueError(f"--disk {arguments.disk} is not a folder. Name one on the disk that checkpoints go to.")
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Run the programs and bring together what they found."""
+    work = arguments.out.resolve().parent
+    work.mkdir(parents=True, exist_ok=True)
+    ranks = arguments.num_gpus or 1
+    log, part = work / f"{arguments.name}.log", work / f".{arguments.name}.json"
+    argv = [*launch(sys.executable, "rlhf.bench.probe", ranks=ranks, launcher="deepspeed"), "--out", str(part),
+            "--seconds", str(arguments.seconds)]  # fmt: skip
+    argv += ["--disk", str(arguments.disk.resolve())] if arguments.disk is not None else []
+    sys.stdout.write(f"measuring {ranks} ranks; log in {log}\n")
+    sys.stdout.flush()
+    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
+    run_child(argv, environment=environment, log=log, timeout=arguments.timeout)
+    found: dict[str, Any] = json.loads(part.read_text(encoding="utf-8"))
+    part.unlink()
+    found["ranks"] = ranks
+    found["collectives"] = _collectives(ranks, work, arguments.timeout) if ranks > 1 else {}
+    return found
+
+
+def _collectives(ranks: int, work: Path, timeout: float) -> dict[str, dict[str, float]]:
+    """Latency and rate of groups of 2, 4, 8 ... and all ranks."""
+    sizes = sorted({ranks, *(2**i for i in range(1, ranks.bit_length()) if 2**i <= ranks)})
+    times = {num_bytes: _gather_seconds(sizes, ranks, num_bytes, work, timeout) for num_bytes in (_SMALL, _large())}
+    found = {}
+    for size in sizes:
+        latency, whole = times[_SMALL][size], times[_large()][size]
+        moved = _large() * (size - 1) / size
+        found[str(size)] = {"latency": latency, "gb_s": moved / max(whole - latency, 0.1 * whole) / 1e9}
+    return found
+
+
+def _large() -> int:
+    return _LARGE_CPU if os.environ.get("DS_ACCELERATOR") == "cpu" else _LARGE
+
+
+def _gather_seconds(sizes: list[int], ranks: int, num_bytes: int, work: Path, timeout: float) -> dict[int, float]:
+    config, log = work / ".links.json", work / ".links.log"
+    config.write_text(json.dumps({
+        "host_of": list(range(ranks)), "rounds": [[list(range(size))] for size in sizes], "num_bytes": num_bytes,
+        "limit_seconds": _LINK_SECONDS,
+    }), encoding="utf-8")  # fmt: skip
+    argv = launch(sys.executable, "rlhf.links", ranks=ranks, launcher="deepspeed")
+    run_child([*argv, "--config", str(config)], environment=os.environ, log=log, timeout=timeout)
+    found: dict[int, float] = {}
+    for line in log.read_text(encoding="utf-8").splitlines():
+        _, mark, text = line.partition("RLHF-LINK ")
+        if mark:
+            result = json.loads(text)
+            if "error" in result:
+                raise ValueError(f"{result['ranks']} ranks: {result['error']}")
+            found[result["ranks"]] = result["all_gather_seconds"]
+    config.unlink()
+    log.unlink()
+    return found
+
+
+def as_yaml(name: str, found: Mapping[str, Any]) -> str:
+    """The device as a file for --hardware."""
+    collectives = found["collectives"]
+    rate = max((entry["gb_s"] for entry in collectives.values()), default=found["bandwidth_gb_s"])
+    entry = {
+        "architecture": "cpu" if found["on_cpu"] else "measured",
+        "cores": os.cpu_count() or 1,
+        "peak_tflops": found["peak_tflops"],
+        "memory_gb": found["memory_gb"],
+        "bandwidth_gb_s": found["bandwidth_gb_s"],
+        "node": found["ranks"],
+        "link_gb_s": rate,
+        "nics": 1,
+        "nic_gbit_s": 100,
+        "usd_per_hour": 0.0,
+        "source": f"rlhf bench machine, {found['hardware']}",
+        "measured": {**{field: found[field] for field in _FIELDS}, "collectives": collectives},
+    }
+    head = "# Written by `rlhf bench machine`. nics and nic_gbit_s are not measured: set them for several machines.\n"
+    return head + yaml.safe_dump({name: _rounded(entry)}, sort_keys=False, default_flow_style=None, width=120)
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _rounded(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(inner) for inner in value]
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def show(name: str, found: Mapping[str, Any]) -> None:
+    """What was measured, as a person asks for it."""
+    out = console()
+    out.print(f"[bold]{name}[/bold]: {found['ranks']} x {found['hardware']}, {found['memory_gb']:.1f} GB a rank")
+    made = table("product, TFLOP/s forward / backward", *found["products"])
+    shapes = [row[:3] for row in next(iter(found["products"].values()))]
+    for number, (m, n, k) in enumerate(shapes):
+        cells = [f"{rows[number][3]:.3g} / {rows[number][4]:.3g}" for rows in found["products"].values()]
+        made.add_row(f"{m:g} x {k:g} -> {n:g}", *cells)
+    out.print(made)
+    made = table("", "")
+    rows = [("copy", f"{found['bandwidth_gb_s']:.1f} GB/s"),
+            ("pointwise operations of a layer", f"{found['pointwise_gb_s']:.1f} GB/s"),
+            ("optimiser", f"{found['optimizer_gb_s']:.1f} GB/s")]  # fmt: skip
+    for key, what in (("update_layer", "a layer's update"), ("gather_layer", "gathering it (ZeRO-3)"),
+                      ("score_layer", "its forward pass"), ("decode_layer", "its decoding step")):  # fmt: skip
+        rows.append((f"{what}, beside computing", f"{found[key] * 1e6:,.0f} us"))
+    for size, entry in found["collectives"].items():
+        rows.append((f"all-gather of {size} ranks", f"{entry['latency'] * 1e6:,.0f} us + {entry['gb_s']:.2f} GB/s"))
+    rows += [(f"disk, {key.removesuffix('_gb_s')}", f"{value:.2f} GB/s") for key, value in found["disk"].items()]
+    for row in rows:
+        made.add_row(*row)
+    out.print(made)

@@ -1,0 +1,121 @@
+"""What `rlhf bench machine` measured of a device, in the place of tables fitted to other machines. No torch."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+_NEAREST = 4
+"""Measured shapes that a product's rate is taken from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective:
+    """One group of ranks of a machine."""
+
+    latency: float
+    """Seconds of a collective of nothing."""
+    gb_s: float
+    """10^9 bytes a second past each rank, of an all-gather."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Rates and times of one rank while the others work too."""
+
+    products: Mapping[str, Sequence[Sequence[float]]]
+    """Type -> rows of (m, n, k, TFLOP/s forward, of both products backward): m tokens, k wide, made n wide."""
+    attention: Mapping[str, Sequence[Sequence[float]]]
+    """Type -> rows of (length, TFLOP/s forward, backward), the lower triangle counted."""
+    pointwise_gb_s: float
+    """Norms, residuals and activations of a layer, in the plan's count of their bytes."""
+    optimizer_gb_s: float
+    """Clipping and Adam, in the plan's count of their bytes."""
+    update_layer: float
+    """Seconds of a layer's forward and backward pass in a micro-batch that is too small to compute anything."""
+    update_step: float
+    """Seconds of such an update that do not depend on its layers."""
+    gather_layer: float = 0.0
+    """Seconds that ZeRO-3 adds to a layer of it."""
+    score_layer: float
+    """Seconds of a layer's forward pass without gradients, of next to nothing."""
+    score_pass: float
+    """Seconds of such a pass that do not depend on its layers."""
+    decode_layer: float
+    """Seconds of a layer of a decoding step."""
+    decode_token: float
+    """Seconds of such a step that do not depend on its layers: the draw, the look at what ended."""
+    collectives: Mapping[str, Collective] = field(default_factory=dict)
+    """Ranks -> what they reach."""
+    disk: Mapping[str, float] = field(default_factory=dict)
+    """write_gb_s and read_gb_s of one file, where it was asked for; for people, the plan does not use it."""
+
+    def product(self, dtype: str, m: float, n: float, k: float, *, backward: bool = False) -> float:
+        """Seconds of a linear layer's product of m tokens forward, or of both of its backward pass.
+
+        Raises:
+            ValueError: the type was not measured.
+        """
+        rows = self._rows(self.products, dtype)
+        rate = _nearest([(row[:3], row[3 + backward]) for row in rows], (m, n, k))
+        return 2 * m * n * k * (1 + backward) / (rate * 1e12)
+
+    def attention_seconds(self, dtype: str, operations: float, length: float, *, backward: bool = False) -> float:
+        """Seconds of attention, forward or backward, that takes so many FLOPs forward.
+
+        Raises:
+            ValueError: the type was not measured.
+        """
+        rows = self._rows(self.attention, dtype)
+        rate = _nearest([(row[:1], row[1 + backward]) for row in rows], (length,))
+        return operations * (2.5 if backward else 1.0) / (rate * 1e12)
+
+    def collective(self, ranks: int) -> Collective | None:
+        """Of a group within the machine: the measured one that is nearest in size; None if none was measured."""
+        if not self.collectives:
+            return None
+        nearest = min(self.collectives, key=lambda size: abs(math.log(int(size) / ranks)))
+        return self.collectives[nearest]
+
+    @staticmethod
+    def _rows(table: Mapping[str, Sequence[Sequence[float]]], dtype: str) -> Sequence[Sequence[float]]:
+        if dtype not in table:
+            raise ValueError(f"{dtype} was not measured on this machine; {', '.join(table)} was.")
+        return table[dtype]
+
+
+def _nearest(rows: Sequence[tuple[Sequence[float], float]], point: Sequence[float]) -> float:
+    """Mean in logarithms of the nearest rows' values, weighted by 1 / distance^2, in powers of two."""
+    distances = sorted(
+        (sum(math.log2(a / b) ** 2 for a, b in zip(place, point, strict=True)), value) for place, value in rows
+    )[:_NEAREST]
+    if distances[0][0] < 1e-12:
+        return distances[0][1]
+    weights = [1 / distance for distance, _ in distances]
+    logs = [math.log(value) for _, value in distances]
+    return math.exp(sum(w * x for w, x in zip(weights, logs, strict=True)) / sum(weights))
+
+
+def from_mapping(raw: Any, source: str) -> Measured:
+    """The `measured` section of a device in a YAML.
+
+    Raises:
+        ValueError: it is not what `rlhf bench machine` writes.
+    """
+    try:
+        unknown = sorted(set(raw) - {f.name for f in fields(Measured)})
+        if unknown:
+            raise ValueError(f"{unknown[0]} is not a setting")
+        made = Measured(**{**raw, "collectives": {str(n): Collective(**c) for n, c in raw["collectives"].items()}})
+        widths = ((made.products, 5), (made.attention, 3))
+        numbers = [x for table, width in widths for rows in table.values() for row in rows
+                   for x in (row if len(row) == width else [0.0])]  # fmt: skip
+        numbers += [made.pointwise_gb_s, made.optimizer_gb_s, made.update_layer, made.update_step, made.score_layer,
+                    made.score_pass, made.decode_layer, made.decode_token]  # fmt: skip
+        if not numbers or not all(isinstance(x, int | float) and 0 < x < math.inf for x in numbers):
+            raise ValueError("a rate or time is not a number above 0, or a row is too short")
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise ValueError(
+            f"{source}: measured is not what `rlhf bench machine` writes: {error}. Run it again."
+        ) from error
+    return made

@@ -1,0 +1,118 @@
+"""Plans from what was measured: hand-worked rates and steps."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rlhf.plan.collectives import all_gather, group
+from rlhf.plan.hardware import load_devices
+from rlhf.plan.layout import Layout
+from rlhf.plan.measured import Collective, Measured
+from rlhf.plan.rollout import decode_step
+from rlhf.plan.shapes import shape_of
+from rlhf.plan.step import step
+
+SHAPE = shape_of({
+    "model_type": "opt", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 1, "ffn_dim": 256,
+    "vocab_size": 128, "max_position_embeddings": 64,
+})  # fmt: skip
+
+
+def measured(**changes: Any) -> Measured:
+    """One rate for all products and one for attention: 1 and 0.5 TFLOP/s forward, half of it backward."""
+    values: dict[str, Any] = {
+        "products": {"fp32": [[64, 64, 64, 1.0, 0.5]]}, "attention": {"fp32": [[32, 0.5, 0.25]]},
+        "pointwise_gb_s": 1e9, "optimizer_gb_s": 1e9, "update_layer": 0.01, "update_step": 0.1, "score_layer": 0.001,
+        "score_pass": 0.002, "decode_layer": 0.003, "decode_token": 0.004,
+    }  # fmt: skip
+    return Measured(**{**values, **changes})
+
+
+def test_a_measured_shape_has_its_own_rate_and_others_a_mean_in_logarithms() -> None:
+    found = measured(products={"fp32": [[64, 64, 64, 1.0, 0.5], [256, 64, 64, 4.0, 2.0]]})
+    assert found.product("fp32", 64, 64, 64) == 2 * 64**3 / 1e12
+    assert found.product("fp32", 64, 64, 64, backward=True) == 4 * 64**3 / 0.5e12
+    # Half-way between both in powers of two: the geometric mean of 1 and 4.
+    assert found.product("fp32", 128, 64, 64) == pytest.approx(2 * 128 * 64 * 64 / 2e12)
+    # At a third of the way the distances are 2/3 and 4/3, the weights 4 : 1.
+    rate = math.exp((4 * math.log(1.0) + math.log(4.0)) / 5)
+    assert found.product("fp32", 64 * 2 ** (2 / 3), 64, 64) == pytest.approx(2 * 64 * 2 ** (2 / 3) * 4096 / rate / 1e12)
+
+
+def test_attention_backward_is_two_and_a_half_forwards() -> None:
+    assert measured().attention_seconds("fp32", 1e9, 32) == pytest.approx(2e-3)
+    assert measured().attention_seconds("fp32", 1e9, 32, backward=True) == pytest.approx(10e-3)
+
+
+def test_a_type_that_was_not_measured_is_named() -> None:
+    with pytest.raises(ValueError, match="bf16 was not measured on this machine; fp32 was"):
+        measured().product("bf16", 1, 1, 1)
+
+
+def test_an_update_on_a_processor_adds_up(make_device: Any) -> None:
+    """Products, attention, what a layer and a step cost beside them; pointwise and optimiser cost nothing here."""
+    device = make_device(architecture="cpu", peak_tflops={"fp32": 1.0}, measured=measured(), bandwidth_gb_s=1e12)
+    found = step(SHAPE, Layout(gpus=1, length=32, micro_batch=4, dtype="fp32"), device)
+    tokens = 128
+    products = 2 * tokens * (64 * 192 + 64 * 64 + 2 * 64 * 256) / 1e12
+    attention = 4 * 4 * 32 * 32 * 64 / 2
+    layer = products + 4 * products + attention / 0.5e12 + 2.5 * attention / 0.25e12
+    head = 2 * tokens * 128 * 64 / 1e12 * 5
+    assert found.computing == pytest.approx(2 * layer + head, rel=1e-6)
+    assert found.host == pytest.approx(2 * 0.01 + 0.1)
+    assert found.total == pytest.approx(found.computing + found.host, rel=1e-6)
+
+
+def test_an_accelerator_hides_the_host_behind_what_it_computes(make_device: Any) -> None:
+    slow = measured(update_layer=1e-12)
+    device = make_device(architecture="measured", peak_tflops={"fp32": 1.0}, measured=slow)
+    assert step(SHAPE, Layout(gpus=1, length=32, dtype="fp32"), device).host == pytest.approx(0.1)
+
+
+def test_a_decoding_step_adds_up(make_device: Any) -> None:
+    device = make_device(architecture="cpu", peak_tflops={"fp32": 1.0}, measured=measured(), bandwidth_gb_s=1e12)
+    products = 2 * 8 * (64 * 192 + 64 * 64 + 2 * 64 * 256) / 1e12
+    head = 2 * 8 * 128 * 64 / 1e12
+    seconds = decode_step(SHAPE, Layout(gpus=1, length=32, dtype="fp32"), device, 8, 16)
+    assert seconds == pytest.approx(2 * (products + 0.003) + head + 0.004, rel=1e-6)
+
+
+def test_collectives_of_a_machine_are_the_measured_ones(make_device: Any) -> None:
+    """2 messages of 1 ms and 3/4 of 8 GB at 2 GB/s; for 3 ranks the group of 4 is nearer than that of 2."""
+    found = measured(collectives={"2": Collective(latency=1.0, gb_s=1.0), "4": Collective(latency=1e-3, gb_s=2.0)})
+    device = make_device(measured=found)
+    assert all_gather(group(device, 4), 8e9, messages=2) == pytest.approx(2e-3 + 3.0)
+    assert found.collective(3) == found.collectives["4"]
+
+
+def as_yaml(tmp_path: Path, **changes: Any) -> Path:
+    section = {key: value for key, value in vars(measured()).items() if key != "collectives"}
+    section["collectives"] = {"2": {"latency": 1e-3, "gb_s": 1.0}}
+    section["products"] = {"fp32": [list(row) for row in measured().products["fp32"]]}
+    entry = {
+        "architecture": "cpu", "cores": 2, "peak_tflops": {"fp32": 1.0}, "memory_gb": 8, "bandwidth_gb_s": 10,
+        "node": 2, "link_gb_s": 1, "nics": 1, "nic_gbit_s": 10, "measured": {**section, **changes},
+    }  # fmt: skip
+    path = tmp_path / "machine.yaml"
+    path.write_text(yaml.safe_dump({"mine": entry}))
+    return path
+
+
+def test_a_file_gives_back_what_was_measured(tmp_path: Path) -> None:
+    device = load_devices(as_yaml(tmp_path))["mine"]
+    assert device.is_serial and device.measured is not None
+    assert device.measured.collectives["2"] == Collective(latency=1e-3, gb_s=1.0)
+    assert device.measured.product("fp32", 64, 64, 64) == 2 * 64**3 / 1e12
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"decode_layer": 0.0}, {"nonsense": 1}, {"products": {"fp32": [[1, 2, 3]]}}, {"attention": 7},
+     {"collectives": {"2": {"latency": 1.0}}}, {"update_step": float("nan")}, {"score_pass": "fast"}],
+)  # fmt: skip
+def test_a_broken_section_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"machine.yaml: mine: measured is not what .* Run it again"):
+        load_devices(as_yaml(tmp_path, **changes))

@@ -275,7 +275,7 @@ def measure_wide(dtype: str, found: dict[str, Any], timer: Timer) -> dict[str, f
     layer = (times[1] - times[0]) / (WIDE[1] - WIDE[0])
     moved = pointwise_bytes(shape, layout, OURS) * 2.6
     stack = replace(OURS, states=FP32 if dtype == "fp32" else MIXED)
-    update = max(1e-6, (updates[1] - updates[0]) / (weights[1] - weights[0]))
+    update = max(1e-12, (updates[1] - updates[0]) / (weights[1] - weights[0]))
     return {
         # Where pointwise operations cost next to nothing, noise could take it all.
         "pointwise_gb_s": moved / max(layer - known, 0.02 * layer) / 1e9,

@@ -193,3 +193,25 @@ def test_head_weights_initialised_under_zero3_are_sane() -> None:
 
 def test_logging_level_of_deepspeed() -> None:
     assert logging.getLogger("DeepSpeed").level >= logging.WARNING
+
+
+@pytest.mark.parametrize(("name", "kept"), [("cpu_zero0", 8), ("cpu_zero1", 12), ("cpu_zero2", 12), ("cpu_zero3", 12)])
+def test_bytes_of_states_are_those_of_adam(name: str, kept: int) -> None:
+    """4 a weight, 4 its gradient, two moments of 4, and from ZeRO-1 on a copy of 4; ZeRO pads its flat buffers a little.
+
+    A moment's step counter is a number for each weight tensor, or for each flat buffer.
+    """
+    trained = engine_of(tiny_opt(), name)
+    train_step(trained, steps_of_rows(1)[0])
+    weights = sum(p.numel() for p in tiny_opt().parameters())
+    found = trained.state_bytes()
+    assert found["weights"] == 4 * weights
+    assert found["gradients"] == pytest.approx(4 * weights, rel=0.02)
+    assert found["optimizer"] == pytest.approx(kept * weights, rel=0.03)
+
+
+def test_a_frozen_model_has_weights_alone() -> None:
+    weights = sum(p.numel() for p in tiny_opt().parameters())
+    assert FrozenEngine(tiny_opt(), ds=ds_config.load("cpu_frozen_bf16"), role="x").state_bytes() == {
+        "weights": 2 * weights
+    }

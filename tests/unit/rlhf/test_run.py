@@ -16,9 +16,10 @@ import yaml
 from rlhf import clock, distributed
 from rlhf import run as run_module
 from rlhf.config import RunConfig
-from rlhf.data.collate import collate_sft
+from rlhf.data.collate import Sequences, collate_sft
 from rlhf.data.dataset import SFTRow
 from rlhf.health_config import HealthConfig, LossConfig
+from rlhf.plan.shapes import Shape
 from rlhf.run import Run
 from rlhf.states import StateError
 
@@ -190,25 +191,27 @@ def test_compiling_is_a_phase_of_its_own(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_two_ranks_in_one_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other rank, as its share of the collective's vector: 30 tokens more, and slower in the update."""
+    """The other rank, as its share of the collective's vector: 30 tokens and 60 GFLOPs more, and slower."""
     run = start(tmp_path, num_steps=1)
     with run.timer("update"):
         pass
     run.count_tokens(10)
+    run.count_flops(20e9)
     monkeypatch.setattr(distributed, "world_size", lambda: 2)
     offset = 2 * len(run.metrics._names)
 
     def all_sum(x: torch.Tensor) -> torch.Tensor:
-        assert x.numel() == offset + 2 + 2 * 10
+        assert x.numel() == offset + 3 + 2 * 10
         other = torch.zeros_like(x)
-        other[offset], other[offset + 1] = 30, 7.0  # tokens, processor seconds
-        other[offset + 2 + 10 :] = 5.0  # every maximum of rank 1
+        other[offset : offset + 3] = torch.tensor([30, 60e9, 7.0], dtype=x.dtype)  # tokens, FLOPs, processor seconds
+        other[offset + 3 + 10 :] = 5.0  # every maximum of rank 1
         return x + other
 
     monkeypatch.setattr(distributed, "all_sum", all_sum)
     run.log(1)
     (line,) = lines(tmp_path)
     assert line["speed/tokens_per_second"] == 40 / 5.0 and line["time/update_seconds"] == 5.0
+    assert line["speed/model_flops_per_second"] == 80e9 / 2 / 5.0
     assert 7.0 <= line["time/cpu_seconds"] < 7.5
 
 
@@ -462,6 +465,7 @@ distributed.rank = lambda: 1
 distributed.is_main = lambda: False
 distributed.broadcast_object = lambda value: value
 import types
+
 from rlhf.run import Run
 cfg = types.SimpleNamespace(run=RunConfig(out_dir={str(tmp_path)!r}))
 run = Run.start(cfg, stage="step1_sft", ds_configs={{}}, num_steps=1)
@@ -491,3 +495,53 @@ def test_wandb_takes_the_same_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     run.log_eval(4, {"eval/loss": 2.0})
     run.finish({}, tmp_path / "model")
     assert len(lines(tmp_path)) == 2
+
+
+def sequences_of(*lengths: int) -> Sequences:
+    ids = [np.arange(length) for length in lengths]
+    rows = [SFTRow(token_ids=i, loss_mask=np.ones(len(i), np.bool_), source=0, index=0) for i in ids]
+    return collate_sft(rows, pad_id=0, device="cpu", packed=False).sequences
+
+
+def test_a_batch_counts_its_flops_and_its_targets(tmp_path: Path) -> None:
+    """One layer of width 2, its MLP of 2, a vocabulary of 8: 2 x (16 + 8) a token, 8 a pair, 32 a target; three times.
+
+    Sequences of 3 and 2 tokens have 6 + 3 pairs.
+    """
+    shape = Shape(layers=1, hidden=2, heads=1, kv_heads=1, head_size=2, intermediate=2, mlp_matrices=2, embedding=2,
+                  vocabulary=8)  # fmt: skip
+    run = start(tmp_path, num_steps=1)
+    run.watch([], shape=shape)
+    with run.timer("update"):
+        run.count_batch(sequences_of(3, 2), num_targets=3)
+    run.log(1)
+    (line,) = lines(tmp_path)
+    assert line["data/target_frac"] == pytest.approx(3 / 5)
+    flops = line["speed/model_flops_per_second"] * line["time/step_seconds"]
+    assert flops == pytest.approx(3 * (5 * 48 + 9 * 8 + 3 * 32))
+
+
+def test_bytes_of_states_are_those_of_all_engines(tmp_path: Path) -> None:
+    class Engine:
+        def __init__(self, **sizes: int) -> None:
+            self.sizes = sizes
+
+        def state_bytes(self) -> dict[str, int]:
+            return self.sizes
+
+    run = start(tmp_path, num_steps=1)
+    run.watch([Engine(weights=10, gradients=5, optimizer=40), Engine(weights=7)])
+    with run.timer("update"):
+        pass
+    run.log(1)
+    (line,) = lines(tmp_path)
+    assert (line["memory/weights_bytes"], line["memory/gradients_bytes"], line["memory/optimizer_bytes"]) == (17, 5, 40)
+
+
+def test_the_last_steps_are_profiled(tmp_path: Path) -> None:
+    run = start(tmp_path, num_steps=3, profile_steps=1)
+    seen = []
+    for step, _ in run.steps(iter(range(3))):
+        seen.append((step, (tmp_path / "profile").exists()))
+        run.log(step)
+    assert seen == [(1, False), (2, False), (3, False)] and (tmp_path / "profile" / "profile.json").is_file()

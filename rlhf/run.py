@@ -183,8 +183,12 @@ class Run:
         self.count_padding(sequences)
 
     def count_padding(self, sequences: Sequences) -> None:
-        """Count a micro-batch's share of padding."""
-        self.metrics.add({"data/padding_frac": (sequences.num_padding, sequences.num_columns)})
+        """Count a micro-batch's tokens and its share of padding."""
+        self.metrics.add({
+            "data/padding_frac": (sequences.num_padding, sequences.num_columns),
+            "data/micro_batch_tokens": (sequences.num_tokens, 1),
+            "data/columns_per_token": (sequences.num_columns, sequences.num_tokens),
+        })  # fmt: skip
 
     def every(self, interval: int, step: int) -> bool:
         """Whether something that happens every `interval` steps is due after `step` steps; 0 is never."""

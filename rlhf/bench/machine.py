@@ -20,8 +20,8 @@ _SMALL = 4096
 """Bytes of a collective that only its latency counts of."""
 _LARGE_CPU, _LARGE = 1 << 25, 1 << 29
 _LINK_SECONDS = 60.0
-_FIELDS = ("products", "attention", "pointwise_gb_s", "optimizer_gb_s", "update_layer", "update_step", "gather_layer",
-           "score_layer", "score_pass", "decode_layer", "decode_token", "disk")  # fmt: skip
+_FIELDS = ("products", "attention", "pointwise", "optimizer_gb_s", "update_layer", "update_step", "gather_layer",
+           "score_layer", "score_pass", "decode_layer", "decode_token", "draw_logit", "process_gb", "disk")  # fmt: skip
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -159,7 +159,7 @@ def show(name: str, found: Mapping[str, Any]) -> None:
     out.print(made)
     made = table("", "")
     rows = [("copy", f"{found['bandwidth_gb_s']:.1f} GB/s"),
-            ("pointwise operations of a layer", f"{found['pointwise_gb_s']:.1f} GB/s"),
+            *((f"pointwise operations, width {width:g}", f"{rate:.1f} GB/s") for width, rate in found["pointwise"]),
             ("optimiser", f"{found['optimizer_gb_s']:.1f} GB/s")]  # fmt: skip
     for key, what in (("update_layer", "a layer's update"), ("gather_layer", "gathering it (ZeRO-3)"),
                       ("score_layer", "its forward pass"), ("decode_layer", "its decoding step")):  # fmt: skip

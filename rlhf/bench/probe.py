@@ -43,11 +43,12 @@ from rlhf.engine import FrozenEngine, TrainEngine, setup, zero3_init
 from rlhf.models.build import build_causal_lm
 from rlhf.models.linear import multiply, onednn_multiplies, product, reorder
 from rlhf.models.policy import Policy
-from rlhf.plan.layer import optimizer_bytes, pointwise_bytes
+from rlhf.plan.layer import BACKWARD_BYTES, optimizer_bytes, pointwise_bytes, products
 from rlhf.plan.layout import FP32, MIXED, OURS, Layout
 from rlhf.plan.measured import Measured
-from rlhf.plan.shapes import shape_of
+from rlhf.plan.shapes import Shape, shape_of
 from rlhf.rollout.answers import Voice, draw_responses
+from rlhf.rollout.sampling import TokenChooser
 
 VOCABULARY = 512
 TINY = (1, 5)
@@ -69,7 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--disk", type=Path)
     arguments = parser.parse_args(argv)
     setup()
-    found = measure(arguments.seconds)
+    process_gb = _process_bytes() / 1e9
+    found = {**measure(arguments.seconds), "process_gb": process_gb}
     if is_main():
         found["disk"] = measure_disk(arguments.disk) if arguments.disk is not None else {}
         artifacts.write_json(arguments.out, found)
@@ -83,18 +85,19 @@ def measure(seconds: float) -> dict[str, Any]:
     timer = Timer(seconds)
     on_cpu = device_type() == "cpu"
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
-    products = {name: measure_products(dtype, timer) for name, dtype in dtypes.items()}
+    linear = {name: measure_products(dtype, timer) for name, dtype in dtypes.items()}
     attention = {name: measure_attention(dtype, timer) for name, dtype in dtypes.items()}
     tiny = TinyTimes(timer)
     found: dict[str, Any] = {
         "on_cpu": on_cpu,
         "hardware": accelerator_name() or host.cpu_name(),
-        "peak_tflops": {name: max(max(row[3:]) for row in rows) for name, rows in products.items()},
+        "peak_tflops": {name: max(max(row[3:]) for row in rows) for name, rows in linear.items()},
         "memory_gb": _memory_bytes() / 1e9,
         "bandwidth_gb_s": copy_gb_s(timer),
-        "products": products,
+        "products": linear,
         "attention": attention,
-        **tiny.measure(zero3=world_size() > 1),
+        **tiny.measure(),
+        "draw_logit": draw_seconds(timer),
     }
     found.update(measure_wide("fp32" if on_cpu else "bf16", found, timer))
     return found
@@ -196,17 +199,19 @@ class TinyTimes:
         self.timer = timer
         self.json = {0: "cpu_zero0", 3: "cpu_zero3"} if device_type() == "cpu" else {0: "zero0", 3: "zero3"}
 
-    def measure(self, *, zero3: bool) -> dict[str, float]:
+    def measure(self) -> dict[str, float]:
         """The fields of `Measured` that are seconds. Collective."""
-        update_layer, update_step = self._line(lambda layers: self._update_seconds(layers, zero=0))
-        gather_layer = 0.0
-        if zero3:
-            slope, _ = self._line(lambda layers: self._update_seconds(layers, zero=3))
-            gather_layer = max(0.0, slope - update_layer)
+        update_layer, update_step = self._line(lambda layers: self._update_seconds(layers, [_TINY_TOKENS], zero=0))
+        # What ZeRO-3 does to a layer grows with its tokens too: they pass through its hooks.
+        whole, sharded = (
+            self._line(lambda layers, zero=zero: self._update_seconds(layers, [64] * 16, zero=zero))[0]  # type: ignore[misc]
+            for zero in (0, 3)
+        )
         score_layer, score_pass = self._line(self._score_seconds)
         decode_layer, decode_token = self._line(self._decode_seconds)
         return {
-            "update_layer": update_layer, "update_step": update_step, "gather_layer": gather_layer,
+            "update_layer": update_layer, "update_step": update_step,
+            "gather_layer": max(0.0, sharded - whole),
             "score_layer": score_layer, "score_pass": score_pass,
             "decode_layer": decode_layer, "decode_token": decode_token,
         }  # fmt: skip
@@ -217,9 +222,9 @@ class TinyTimes:
         slope = max(1e-6, (many - few) / (TINY[1] - TINY[0]))
         return slope, max(1e-6, few - TINY[0] * slope)
 
-    def _update_seconds(self, layers: int, *, zero: int) -> float:
+    def _update_seconds(self, layers: int, lengths: Sequence[int], *, zero: int) -> float:
         engine = make_engine(opt(_HEAD_SIZE, layers, 1, VOCABULARY, 128), self.json[zero])
-        batch = make_batch([_TINY_TOKENS])
+        batch = make_batch(lengths)
         return self.timer(lambda: train_step(engine, batch))
 
     def _frozen(self, layers: int) -> FrozenEngine:
@@ -247,40 +252,52 @@ class TinyTimes:
         return whole / _NEW_TOKENS
 
 
-def measure_wide(dtype: str, found: dict[str, Any], timer: Timer) -> dict[str, float]:
+def draw_seconds(timer: Timer) -> float:
+    """Of the draw, for each row and entry of the vocabulary."""
+    rows, vocabulary = 32, 8192
+    choose = TokenChooser(SamplingConfig(), (2,))
+    logits, u = torch.randn(rows, vocabulary, device=device()), torch.rand(rows, dtype=torch.float64, device=device())
+    position = torch.zeros(rows, dtype=torch.int64, device=device())
+    return timer(partial(choose, logits, position, u)) / (rows * vocabulary)
+
+
+def measure_wide(dtype: str, found: dict[str, Any], timer: Timer) -> dict[str, Any]:
     """Rates of pointwise operations and of the optimiser: what is left of a real step when the rest is known."""
     on_cpu = device_type() == "cpu"
-    hidden, length, sequences = (512, 128, 8) if on_cpu else (2048, 512, 8)
-    times, updates, weights = [], [], []
-    for layers in WIDE:
-        config = opt(hidden, layers, hidden // _HEAD_SIZE, VOCABULARY, 1024)
-        engine = make_engine(config, "cpu_zero0" if on_cpu else "zero0")
-        batch = make_batch([length] * sequences)
-        times.append(timer(partial(accumulate, engine, batch)))
-        train_step(engine, batch)
-        updates.append(timer(partial(train_step, engine, batch)) - times[-1])
-        weights.append(shape_of(config).parameters)
-    shape = replace(shape_of(config), layers=1)
-    layout = Layout(gpus=1, length=length, micro_batch=sequences, dtype=dtype)
     measured = Measured(**{key: found[key] for key in (
         "products", "attention", "update_layer", "update_step", "score_layer", "score_pass", "decode_layer",
-        "decode_token")}, pointwise_gb_s=1.0, optimizer_gb_s=1.0)  # fmt: skip
-    known = measured.update_layer + sum(
-        measured.product(dtype, layout.tokens, n, k, backward=backward)
-        for n, k in ((3 * hidden, hidden), (hidden, hidden), (4 * hidden, hidden), (hidden, 4 * hidden))
-        for backward in (False, True)
-    )
-    operations = sequences * shape.attention_per_pair * length * length / 2
-    known += sum(measured.attention_seconds(dtype, operations, length, backward=b) for b in (False, True))
-    layer = (times[1] - times[0]) / (WIDE[1] - WIDE[0])
-    moved = pointwise_bytes(shape, layout, OURS) * 2.6
+        "decode_token", "draw_logit")}, process_gb=1.0, pointwise=[], optimizer_gb_s=1.0)  # fmt: skip
+    pointwise = []
     stack = replace(OURS, states=FP32 if dtype == "fp32" else MIXED)
-    update = max(1e-12, (updates[1] - updates[0]) / (weights[1] - weights[0]))
-    return {
+    # (hidden, mean length, sequences)
+    for hidden, length, sequences in ((128, 48, 24), (512, 128, 8)) if on_cpu else ((1024, 512, 16), (4096, 512, 8)):
+        times, updates, weights = [], [], []
+        lengths = [round(length * (0.5 + i / (sequences - 1))) for i in range(sequences)]  # as ragged as rows are
+        for layers in WIDE:
+            config = opt(hidden, layers, hidden // _HEAD_SIZE, VOCABULARY, 1024)
+            engine, batch = make_engine(config, "cpu_zero0" if on_cpu else "zero0"), make_batch(lengths)
+            times.append(timer(partial(accumulate, engine, batch)))
+            updates.append(step_seconds(engine, batch))
+            weights.append(shape_of(config).parameters)
+        layer = (times[1] - times[0]) / (WIDE[1] - WIDE[0])
+        shape = replace(shape_of(config), layers=1)
+        layout = Layout(gpus=1, length=length, micro_batch=sequences, dtype=dtype)
         # Where pointwise operations cost next to nothing, noise could take it all.
-        "pointwise_gb_s": moved / max(layer - known, 0.02 * layer) / 1e9,
-        "optimizer_gb_s": optimizer_bytes(1, stack) / update / 1e9,
-    }
+        left = max(layer - _known_seconds(measured, shape, layout), 0.02 * layer)
+        pointwise.append([hidden, pointwise_bytes(shape, layout, OURS) * (1 + BACKWARD_BYTES) / left / 1e9])
+        update = max(1e-12, (updates[1] - updates[0]) / (weights[1] - weights[0]))
+    return {"pointwise": pointwise, "optimizer_gb_s": optimizer_bytes(1, stack) / update / 1e9}
+
+
+def _known_seconds(measured: Measured, shape: Shape, layout: Layout) -> float:
+    """Of a layer's update without its pointwise operations."""
+    known = measured.update_layer
+    for n, k in products(shape, 1):
+        known += measured.product(layout.dtype, layout.tokens, n, k)
+        known += measured.product(layout.dtype, layout.tokens, n, k, backward=True)
+    operations = layout.micro_batch * shape.attention_per_pair * layout.length * layout.length / 2
+    known += measured.attention_seconds(layout.dtype, operations, layout.length)
+    return known + measured.attention_seconds(layout.dtype, operations, layout.length, backward=True)
 
 
 def make_engine(config: dict[str, Any], json_name: str) -> TrainEngine:
@@ -318,6 +335,19 @@ def train_step(engine: TrainEngine, batch: TokenBatch) -> None:
     engine.step()
 
 
+def step_seconds(engine: TrainEngine, batch: TokenBatch) -> float:
+    """Of an update behind its backward pass: clipping and the optimiser; the slowest rank's median. Collective."""
+    times = []
+    for _ in range(6):
+        accumulate(engine, batch)
+        synchronise()
+        start = time.perf_counter()
+        engine.step()
+        synchronise()
+        times.append(time.perf_counter() - start)
+    return max(all_gather_objects(statistics.median(times[1:])))
+
+
 def measure_disk(folder: Path) -> dict[str, float]:
     """10^9 bytes a second written to a file, to the disk itself, and read again, from wherever the system holds it."""
     path, block = folder / ".rlhf_bench_disk", os.urandom(1 << 24)
@@ -338,6 +368,15 @@ def measure_disk(folder: Path) -> dict[str, float]:
     finally:
         path.unlink(missing_ok=True)
     return {"write_gb_s": count * len(block) / written / 1e9, "read_gb_s": count * len(block) / read / 1e9}
+
+
+def _process_bytes() -> float:
+    """Of this process so far: resident, or of the device's memory that it does not leave to others."""
+    if device_type() == "cpu":
+        return float(host.resident_bytes())
+    torch.zeros(1, device=device())
+    free, total = torch.accelerator.memory.get_memory_info(device())
+    return float(total - free)
 
 
 def _memory_bytes() -> float:

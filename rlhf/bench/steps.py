@@ -190,13 +190,19 @@ def read(
     rows, per_row = rows_of_step(number, config), 1 + (number == 2)
     tokens = sum(line["speed/tokens_per_second"] * line["time/step_seconds"] for line in kept) / len(kept)
     length = tokens / rows / per_row
-    response = _mean(kept, "ppo/response_length") or length * (_mean(kept, "data/target_frac") or 0.5)
+    response = _response_tokens(kept, number, length)
     work = [line.get("speed/model_flops_per_second", 0.0) * line["time/step_seconds"] for line in kept]
     dtype = dtype_of(load(config["deepspeed"]["actor"] if number == 3 else config["deepspeed"]))
     plan = None
     if device is not None:
         setting = from_recipe(recipe.name, recipe.stages, device, ranks, load=load)
-        plan = plan_step(with_lengths(setting, prompt=length - response, response=response), number)
+        micro_batch_tokens = _mean(kept, "data/micro_batch_tokens")
+        plan = plan_step(
+            with_lengths(
+                setting, prompt=length - response, response=response,
+                micro_batch_rows=None if micro_batch_tokens is None else micro_batch_tokens / length / per_row,
+            ), number,
+        )  # fmt: skip
     profiled = _profile(folder / "profile" / "profile.json")
     return Result(
         number=number,
@@ -231,6 +237,14 @@ def rows_of_step(number: int, config: Mapping[str, Any]) -> float:
     if number < 3:
         return float(config["global_batch_size"])
     return float(config["rollout"]["prompts_per_step"] * config["rollout"]["samples_per_prompt"])
+
+
+def _response_tokens(lines: Sequence[Mapping[str, float]], number: int, length: float) -> float:
+    """Mean tokens of a response; of pairs by what sharing prompts saves, and half of a row where nothing tells."""
+    if number == 2:
+        columns = _mean(lines, "data/columns_per_token") or 1.0
+        return length - 2 * length * (1 - columns) if columns < 1 else length / 2
+    return _mean(lines, "ppo/response_length") or length * (_mean(lines, "data/target_frac") or 0.5)
 
 
 def _mean(lines: Sequence[Mapping[str, float]], name: str) -> float | None:

@@ -80,7 +80,7 @@ def layer(shape: Shape, layout: Layout, device: Device, stack: Stack) -> LayerTi
     pointwise = traffic(device, moved) + calls * efficiency.KERNEL
     host = calls * HOST_CALL * stack.host * device.host_scale
     if device.measured is not None:
-        pointwise = moved / (device.measured.pointwise_gb_s * 1e9)
+        pointwise = device.measured.pointwise_seconds(moved, shape.hidden)
         host = device.measured.update_layer / HOST_PASSES["none"]
     return LayerTime(
         products=forward,

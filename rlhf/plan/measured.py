@@ -8,6 +8,9 @@ from typing import Any
 _NEAREST = 4
 """Measured shapes that a product's rate is taken from."""
 
+_ABOVE_ZERO = ("optimizer_gb_s", "update_layer", "update_step", "score_layer", "score_pass",
+               "decode_layer", "decode_token", "draw_logit", "process_gb")  # fmt: skip
+
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
@@ -27,8 +30,8 @@ class Measured:
     """Type -> rows of (m, n, k, TFLOP/s forward, of both products backward): m tokens, k wide, made n wide."""
     attention: Mapping[str, Sequence[Sequence[float]]]
     """Type -> rows of (length, TFLOP/s forward, backward), the lower triangle counted."""
-    pointwise_gb_s: float
-    """Norms, residuals and activations of a layer, in the plan's count of their bytes."""
+    pointwise: Sequence[Sequence[float]]
+    """Rows of (hidden size, 10^9 bytes a second) of norms, residuals and activations, in the plan's count of bytes."""
     optimizer_gb_s: float
     """Clipping and Adam, in the plan's count of their bytes."""
     update_layer: float
@@ -44,7 +47,11 @@ class Measured:
     decode_layer: float
     """Seconds of a layer of a decoding step."""
     decode_token: float
-    """Seconds of such a step that do not depend on its layers: the draw, the look at what ended."""
+    """Seconds of such a step that do not depend on its layers: the look at what ended, next to nothing drawn."""
+    draw_logit: float
+    """Seconds of the draw for each row and entry of the vocabulary."""
+    process_gb: float
+    """10^9 bytes of a process before its first model: libraries, and the device's context."""
     collectives: Mapping[str, Collective] = field(default_factory=dict)
     """Ranks -> what they reach."""
     disk: Mapping[str, float] = field(default_factory=dict)
@@ -69,6 +76,10 @@ class Measured:
         rows = self._rows(self.attention, dtype)
         rate = _nearest([(row[:1], row[1 + backward]) for row in rows], (length,))
         return operations * (2.5 if backward else 1.0) / (rate * 1e12)
+
+    def pointwise_seconds(self, size: float, hidden: float) -> float:
+        """Seconds of a layer's norms, residuals and activations that move so many bytes."""
+        return size / (_nearest([(row[:1], row[1]) for row in self.pointwise], (hidden,)) * 1e9)
 
     def collective(self, ranks: int) -> Collective | None:
         """Of a group within the machine: the measured one that is nearest in size; None if none was measured."""
@@ -107,11 +118,10 @@ def from_mapping(raw: Any, source: str) -> Measured:
         if unknown:
             raise ValueError(f"{unknown[0]} is not a setting")
         made = Measured(**{**raw, "collectives": {str(n): Collective(**c) for n, c in raw["collectives"].items()}})
-        widths = ((made.products, 5), (made.attention, 3))
+        widths = ((made.products, 5), (made.attention, 3), ({"": made.pointwise}, 2))
         numbers = [x for table, width in widths for rows in table.values() for row in rows
                    for x in (row if len(row) == width else [0.0])]  # fmt: skip
-        numbers += [made.pointwise_gb_s, made.optimizer_gb_s, made.update_layer, made.update_step, made.score_layer,
-                    made.score_pass, made.decode_layer, made.decode_token]  # fmt: skip
+        numbers += [getattr(made, name) for name in _ABOVE_ZERO]
         if not numbers or not all(isinstance(x, int | float) and 0 < x < math.inf for x in numbers):
             raise ValueError("a rate or time is not a number above 0, or a row is too short")
     except (TypeError, ValueError, KeyError, AttributeError) as error:

@@ -104,7 +104,8 @@ def decode_step(
     if device.measured is not None:
         host, computing = device.measured.decode_layer, products + keys + sums
         each = computing + host if device.is_serial else max(computing, host)
-        return shape.layers * each + head + device.measured.decode_token
+        drawn = batch * shape.vocabulary * device.measured.draw_logit
+        return shape.layers * each + head + device.measured.decode_token + drawn
     return shape.layers * max(products + keys + sums, host * device.host_scale) + head
 
 

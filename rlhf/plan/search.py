@@ -10,7 +10,7 @@ from rlhf.plan.layout import Layout
 from rlhf.plan.setting import stack_of
 from rlhf.plan.shapes import Shape
 from rlhf.plan.step import StepTime, step
-from rlhf.plan.steps import CONTEXT
+from rlhf.plan.steps import context_of
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 
@@ -51,7 +51,7 @@ def search(shape: Shape, device: Device, gpus: int, *, length: int, global_batch
     for layout in layouts(shape, device, gpus, length=length, global_batch=global_batch, dtype=dtype):
         tried += 1
         stack = stack_of(layout)
-        need = memory.training(shape, layout, replace(stack, context_bytes=CONTEXT)).total
+        need = memory.training(shape, layout, replace(stack, context_bytes=context_of(device))).total
         if need > device.memory:
             if nearest is None or need < nearest.memory:
                 nearest = Candidate(layout=layout, time=StepTime(), memory=need)

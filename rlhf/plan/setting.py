@@ -209,14 +209,23 @@ def dtype_of(ds: Mapping[str, Any]) -> str:
     return next((short for short in ("bf16", "fp16") if ds.get(short, {}).get("enabled")), "fp32")
 
 
-def with_lengths(setting: Setting, *, prompt: float, response: float) -> Setting:
-    """The same work on rows of another length: a micro-batch holds as many tokens as before, or all rows of a rank."""
+def with_lengths(setting: Setting, *, prompt: float, response: float, micro_batch_rows: float | None = None) -> Setting:
+    """The same work on rows of another length.
+
+    Args:
+        setting: the work.
+        prompt: mean tokens.
+        response: mean tokens.
+        micro_batch_rows: of an update; None: a micro-batch holds as many tokens as before, or all rows of a rank.
+    """
     prompt_tokens, response_tokens = max(1, round(prompt)), max(1, round(response))
     length = prompt_tokens + response_tokens
 
     def change(layout: Layout) -> Layout:
         rows = layout.micro_batch * layout.accumulation
         accumulation = -(-rows // max(1, layout.micro_batch * layout.length // length))
+        if micro_batch_rows is not None:
+            accumulation = min(rows, max(1, round(rows / micro_batch_rows)))
         return replace(layout, length=length, micro_batch=-(-rows // accumulation), accumulation=accumulation)
 
     ppo = setting.ppo

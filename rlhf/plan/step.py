@@ -12,6 +12,9 @@ from rlhf.plan.shapes import Shape
 STEP_HOST = 4e-3
 """Seconds of the processor for an update beside its layers: data, clipping, the optimiser's launch."""
 
+OUTSIDE = 0.5
+"""Layers that embeddings, last norm and head are worth to ZeRO-3's hooks: about five modules of a layer's ten."""
+
 EXPOSED = 0.1
 """Of an overlapped reduction, the last bucket's share."""
 
@@ -56,9 +59,10 @@ def step(shape: Shape, layout: Layout, device: Device, stack: Stack = OURS, *, w
     tensor = count * _tensor(shape, layout, device, stack)
     busy = useful + again + tensor
     host = one.host * layers.HOST_PASSES[layout.recompute]
+    waiting = count * host
     if layout.zero == 3:
-        host += gather_host(device, stack) * stack.gathers
-    idle = count * host if device.is_serial else max(0.0, count * host - busy)
+        waiting += (count + OUTSIDE * (device.measured is not None)) * gather_host(device, stack) * stack.gathers
+    idle = waiting if device.is_serial else max(0.0, waiting - busy)
     gather = _zero3(shape, layout, device, stack, busy + idle)
     micro = busy + idle + gather
     bubble = _bubble(shape, layout, device, stack, micro)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from rlhf.plan import flops, memory
+from rlhf.plan.hardware import Device
 from rlhf.plan.layout import Layout
 from rlhf.plan.memory import Memory
 from rlhf.plan.rollout import Work, rollout, score
@@ -95,6 +96,9 @@ def _training(setting: Setting, number: int, shape: Shape, training: Training) -
     pairs = number == 2
     where = replace(layout, micro_batch=2 * layout.micro_batch) if pairs else layout
     stack = replace(stack_of(layout), logit_bytes=0) if pairs else stack_of(layout)
+    if pairs and layout.model_ranks == 1:
+        # The prompt of a pair goes through the model once.
+        where = replace(where, length=max(1, round(setting.prompt / 2 + setting.response)))
     found = memory.training(shape, where, stack)
     spent = step(shape, where, device, stack, with_head=not pairs)
     rows = layout.global_batch
@@ -104,15 +108,20 @@ def _training(setting: Setting, number: int, shape: Shape, training: Training) -
         needed = flops.sft_row(shape, setting.prompt, setting.response, lora=layout.lora)
     again = flops.recomputed(shape, layout.length, layout.recompute) * (1 + pairs)
     return StepPlan(
-        number=number, layout=layout, memory={"update": _with_context(found)}, seconds=spent.parts(), rows=rows,
+        number=number, layout=layout, memory={"update": _with_context(found, device)}, seconds=spent.parts(), rows=rows,
         tokens=rows * layout.length * (1 + pairs), model_flops=rows * needed, hardware_flops=rows * (needed + again),
         steps=training.rows * training.epochs / rows, gpus=setting.gpus, peak_flops=device.peak(layout.dtype),
         capacity=device.memory, usd_per_hour=device.usd_per_hour,
     )  # fmt: skip
 
 
-def _with_context(found: Memory) -> Memory:
-    return replace(found, context=max(found.context, CONTEXT))
+def _with_context(found: Memory, device: Device) -> Memory:
+    return replace(found, context=max(found.context, context_of(device)))
+
+
+def context_of(device: Device) -> float:
+    """Bytes that a process takes before its first tensor."""
+    return CONTEXT if device.measured is None else device.measured.process_gb * 1e9
 
 
 def _ppo(setting: Setting, ppo: Policy) -> StepPlan:
@@ -169,7 +178,7 @@ def ppo_memory(setting: Setting) -> dict[str, Memory]:
     frozen = scorer.weights + (0.0 if ppo.actor.lora else reference.weights)
     staying = Memory(
         weights=actor.weights + critic.weights + frozen, gradients=0.0,
-        optimizer=actor.optimizer + critic.optimizer, context=CONTEXT,
+        optimizer=actor.optimizer + critic.optimizer, context=context_of(setting.device),
     )  # fmt: skip
     width = 4.0 if ppo.actor.dtype == "fp32" else 2.0
     sharded = ppo.actor.sharded

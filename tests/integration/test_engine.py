@@ -197,7 +197,7 @@ def test_logging_level_of_deepspeed() -> None:
 
 @pytest.mark.parametrize(("name", "kept"), [("cpu_zero0", 8), ("cpu_zero1", 12), ("cpu_zero2", 12), ("cpu_zero3", 12)])
 def test_bytes_of_states_are_those_of_adam(name: str, kept: int) -> None:
-    """4 a weight, 4 its gradient, two moments of 4, and from ZeRO-1 on a copy of 4; ZeRO pads its flat buffers a little.
+    """4 a weight, 4 its gradient, two moments of 4, and from ZeRO-1 on a copy of 4; flat buffers are padded a little.
 
     A moment's step counter is a number for each weight tensor, or for each flat buffer.
     """

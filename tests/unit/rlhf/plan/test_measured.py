@@ -25,8 +25,9 @@ def measured(**changes: Any) -> Measured:
     """One rate for all products and one for attention: 1 and 0.5 TFLOP/s forward, half of it backward."""
     values: dict[str, Any] = {
         "products": {"fp32": [[64, 64, 64, 1.0, 0.5]]}, "attention": {"fp32": [[32, 0.5, 0.25]]},
-        "pointwise_gb_s": 1e9, "optimizer_gb_s": 1e9, "update_layer": 0.01, "update_step": 0.1, "score_layer": 0.001,
+        "pointwise": [[64, 1e9]], "optimizer_gb_s": 1e9, "update_layer": 0.01, "update_step": 0.1, "score_layer": 0.001,
         "score_pass": 0.002, "decode_layer": 0.003, "decode_token": 0.004,
+        "draw_logit": 1e-6, "process_gb": 0.5,
     }  # fmt: skip
     return Measured(**{**values, **changes})
 
@@ -77,7 +78,7 @@ def test_a_decoding_step_adds_up(make_device: Any) -> None:
     products = 2 * 8 * (64 * 192 + 64 * 64 + 2 * 64 * 256) / 1e12
     head = 2 * 8 * 128 * 64 / 1e12
     seconds = decode_step(SHAPE, Layout(gpus=1, length=32, dtype="fp32"), device, 8, 16)
-    assert seconds == pytest.approx(2 * (products + 0.003) + head + 0.004, rel=1e-6)
+    assert seconds == pytest.approx(2 * (products + 0.003) + head + 0.004 + 8 * 128e-6, rel=1e-6)
 
 
 def test_collectives_of_a_machine_are_the_measured_ones(make_device: Any) -> None:

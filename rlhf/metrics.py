@@ -96,13 +96,13 @@ METRICS: dict[str, Metric] = {
         "the process's resident set without one.",
     ),
     "data/padding_frac": _metric("fraction", "down", "Positions of the micro-batches that hold padding."),
-    "data/micro_batch_tokens": _metric("tokens", "none", "Real tokens of a micro-batch of the update, mean."),
-    "data/columns_per_token": _metric(
+    "speed/micro_batch_tokens": _metric("tokens", "none", "Real tokens of a micro-batch of the update, mean."),
+    "speed/columns_per_token": _metric(
         "",
         "down",
         "Columns that go through the model in the update for each real token: less where prompts are shared.",
     ),
-    "data/target_frac": _metric("fraction", "none", "Real tokens of step 1 that have a loss."),
+    "speed/target_frac": _metric("fraction", "none", "Real tokens of step 1 that have a loss."),
     # Held-out rows.
     "eval/loss": _metric("nats", "down", "Held-out loss, per target token (step 1) or pair (step 2).", per_source=True),
     "eval/perplexity": _metric("", "down", "exp of the token-weighted held-out loss, taken once.", per_source=True),

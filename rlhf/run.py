@@ -177,7 +177,7 @@ class Run:
         """
         self.count_tokens(sequences.num_tokens)
         if num_targets:
-            self.metrics.add({"data/target_frac": (num_targets, sequences.num_tokens)})
+            self.metrics.add({"speed/target_frac": (num_targets, sequences.num_tokens)})
         if self._shape is not None:
             self.count_flops(flops.update(self._shape, sequences.lengths, targets=num_targets, lora=self._lora))
         self.count_padding(sequences)
@@ -186,8 +186,8 @@ class Run:
         """Count a micro-batch's tokens and its share of padding."""
         self.metrics.add({
             "data/padding_frac": (sequences.num_padding, sequences.num_columns),
-            "data/micro_batch_tokens": (sequences.num_tokens, 1),
-            "data/columns_per_token": (sequences.num_columns, sequences.num_tokens),
+            "speed/micro_batch_tokens": (sequences.num_tokens, 1),
+            "speed/columns_per_token": (sequences.num_columns, sequences.num_tokens),
         })  # fmt: skip
 
     def every(self, interval: int, step: int) -> bool:

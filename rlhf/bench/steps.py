@@ -196,7 +196,7 @@ def read(
     plan = None
     if device is not None:
         setting = from_recipe(recipe.name, recipe.stages, device, ranks, load=load)
-        micro_batch_tokens = _mean(kept, "data/micro_batch_tokens")
+        micro_batch_tokens = _mean(kept, "speed/micro_batch_tokens")
         plan = plan_step(
             with_lengths(
                 setting, prompt=length - response, response=response,
@@ -242,9 +242,9 @@ def rows_of_step(number: int, config: Mapping[str, Any]) -> float:
 def _response_tokens(lines: Sequence[Mapping[str, float]], number: int, length: float) -> float:
     """Mean tokens of a response; of pairs by what sharing prompts saves, and half of a row where nothing tells."""
     if number == 2:
-        columns = _mean(lines, "data/columns_per_token") or 1.0
+        columns = _mean(lines, "speed/columns_per_token") or 1.0
         return length - 2 * length * (1 - columns) if columns < 1 else length / 2
-    return _mean(lines, "ppo/response_length") or length * (_mean(lines, "data/target_frac") or 0.5)
+    return _mean(lines, "ppo/response_length") or length * (_mean(lines, "speed/target_frac") or 0.5)
 
 
 def _mean(lines: Sequence[Mapping[str, float]], name: str) -> float | None:

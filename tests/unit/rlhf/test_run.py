@@ -516,7 +516,7 @@ def test_a_batch_counts_its_flops_and_its_targets(tmp_path: Path) -> None:
         run.count_batch(sequences_of(3, 2), num_targets=3)
     run.log(1)
     (line,) = lines(tmp_path)
-    assert line["data/target_frac"] == pytest.approx(3 / 5)
+    assert line["speed/target_frac"] == pytest.approx(3 / 5)
     flops = line["speed/model_flops_per_second"] * line["time/step_seconds"]
     assert flops == pytest.approx(3 * (5 * 48 + 9 * 8 + 3 * 32))
 

@@ -64,7 +64,7 @@ def write_stage(folder: Path, *, steps: int = 4) -> None:
             "step": n, "split": "train", "time": 0.0, "time/step_seconds": float(n), "time/update_seconds": n * 0.9,
             "time/cpu_seconds": 1.0, "speed/tokens_per_second": 320 / n, "speed/model_flops_per_second": 32e9 / n,
             "memory/peak_bytes": 100.0, "memory/weights_bytes": 10.0, "memory/gradients_bytes": 20.0,
-            "memory/optimizer_bytes": 30.0, "data/padding_frac": 0.25, "data/target_frac": 0.5,
+            "memory/optimizer_bytes": 30.0, "data/padding_frac": 0.25, "speed/target_frac": 0.5,
         }
         for n in range(1, steps + 1)
     ]  # fmt: skip

@@ -31,7 +31,8 @@ def test_twice_the_rate_is_half_the_time() -> None:
         usd_per_hour=1.5 * first.usd_per_hour,
     )  # fmt: skip
     sft, reward, ppo = compare(setting(), second, [1, 2, 3])
-    assert sft.ratio == pytest.approx(2, rel=0.02) and reward.ratio == pytest.approx(2, rel=0.1)
+    # A reward model of 350M is small: constant starts of its kernels are a tenth of its step.
+    assert sft.ratio == pytest.approx(2, rel=0.02) and reward.ratio == pytest.approx(1.8, rel=0.02)
     assert sft.cost_ratio == pytest.approx(0.75, rel=0.02)
     assert sft.parts["computing"] == pytest.approx(2, rel=0.02)
     assert sft.ratio == sft.first.step_seconds / sft.second.step_seconds

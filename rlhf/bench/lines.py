@@ -130,7 +130,7 @@ def _reward(ranks: int) -> Line:
 def _ppo(dtype: Dtype, target: float) -> Line:
     work = Work(kind="ppo", dtype=dtype, rows=16, answer=128)
     goal = Goal(work=f"PPO iteration, {dtype}, 16 rows of 128 new tokens", against="TRL", measure="tokens",
-                target=target)  # fmt: skip
+                target=target, dtype=dtype)  # fmt: skip
     return Line(name=f"ppo_{dtype}", contestants=(_ours(work), _trl(work)), goals=(goal,))
 
 

@@ -153,7 +153,7 @@ class Stage:
     @property
     def fed_keys(self) -> dict[str, str]:
         """Dotted config key -> the stage that feeds it, for keys that are exactly one stage's folder."""
-        return {key: value[1:-1] for key, value in self.feeds.items() if value[1:-1] in STAGES}
+        return fed_keys(self.feeds)
 
     def models(self) -> dict[str, ModelConfig]:
         """Model sections of the config by their dotted key."""
@@ -171,6 +171,11 @@ class Stage:
         if isinstance(self.config, RewardConfig) and self.config.normalise.policy:
             configs["normalise"] = self.config.normalise.deepspeed
         return configs
+
+
+def fed_keys(feeds: Mapping[str, str]) -> dict[str, str]:
+    """Dotted config key -> the stage that feeds it, for keys that are exactly one stage's folder."""
+    return {key: value[1:-1] for key, value in feeds.items() if value[1:-1] in STAGES}
 
 
 def recipe_names() -> list[str]:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from launch.placement import PlacementFlags
-    from rlhf.bench.steps import Recipe
+    from launch.recipe import Recipe
+    from rlhf.bench.steps import Recipe as BenchRecipe
 
 _RUN_EPILOG = """\
 Any key of a stage's config can be set with --sft.KEY, --reward.KEY or --ppo.KEY, for example --sft.optim.lr 1e-3.
@@ -324,8 +325,14 @@ def _plan(arguments: argparse.Namespace, _rest: Sequence[str]) -> int:
     return plan(arguments, sources)
 
 
-def _read_recipe(name: str, overrides: Sequence[str] = ()) -> tuple[str, dict[str, dict[str, Any]], int]:
+def _read_recipe(name: str) -> tuple[str, dict[str, dict[str, Any]], int]:
     """A recipe's name, its stages' configs as mappings, and the devices it is written for."""
+    recipe, stages = _resolve_recipe(name, ())
+    return recipe.name, stages, recipe.num_gpus * recipe.num_nodes
+
+
+def _resolve_recipe(name: str, overrides: Sequence[str]) -> "tuple[Recipe, dict[str, dict[str, Any]]]":
+    """A recipe, and its stages' configs as mappings."""
     from launch.recipe import RecipeError, find_recipe, load_recipe, read_stage_config, split_overrides
     from rlhf.config import to_dict
     from rlhf.plan.setting import FED
@@ -341,7 +348,7 @@ def _read_recipe(name: str, overrides: Sequence[str] = ()) -> tuple[str, dict[st
         fed = [f"--{key}={FED}" for key in entry.feeds]
         config = read_stage_config(stage, path.parent / entry.config, [*fed, *by_stage.get(stage, [])])
         stages[stage] = to_dict(config)
-    return recipe.name, stages, recipe.num_gpus * recipe.num_nodes
+    return recipe, stages
 
 
 def _bench(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
@@ -370,17 +377,13 @@ def _bench(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     return bench_step(arguments, rest, sources)
 
 
-def _read_bench_recipe(name: str, overrides: Sequence[str]) -> "Recipe":
-    from launch.recipe import FOLDERS, STAGES, find_recipe, load_recipe
-    from rlhf.bench.steps import Recipe
+def _read_bench_recipe(name: str, overrides: Sequence[str]) -> "BenchRecipe":
+    from launch.recipe import FOLDERS, fed_keys
+    from rlhf.bench.steps import Recipe as BenchRecipe
 
-    recipe = load_recipe(find_recipe(name))
-    feeds = {
-        stage: {key: value[1:-1] for key, value in recipe.entry(stage).feeds.items() if value[1:-1] in STAGES}
-        for stage in recipe.stage_names
-    }
-    recipe_name, stages, _ = _read_recipe(name, overrides)
-    return Recipe(name=recipe_name, stages=stages, feeds=feeds, folders=FOLDERS)
+    recipe, stages = _resolve_recipe(name, overrides)
+    feeds = {stage: fed_keys(recipe.entry(stage).feeds) for stage in recipe.stage_names}
+    return BenchRecipe(name=recipe.name, stages=stages, feeds=feeds, folders=FOLDERS)
 
 
 def _chaos(arguments: argparse.Namespace, rest: Sequence[str]) -> int:

@@ -1,9 +1,11 @@
-"""Bytes that an engine's states take on this rank at this moment, counted tensor by tensor."""
+"""Bytes that an engine's states take of this rank's device at this moment, counted tensor by tensor."""
 
 from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
+
+from rlhf import distributed
 
 
 def weight_bytes(module: nn.Module) -> int:
@@ -18,19 +20,16 @@ def weight_bytes(module: nn.Module) -> int:
 def optimizer_bytes(engine: Any, module: nn.Module) -> int:
     """What DeepSpeed's optimiser keeps beside the weights: its own copy of them and its moments; 0 before a step."""
     optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
-    weights = {_place(parameter.data) for parameter in module.parameters()}
+    weights = {parameter.data_ptr() for parameter in module.parameters()}
     kept = []
     for parameter, state in optimizer.state.items():
-        kept += [parameter.data] if _place(parameter.data) not in weights else []
+        kept += [parameter.data] if parameter.data_ptr() not in weights else []
         kept += [value for value in state.values() if isinstance(value, Tensor)]
     return num_bytes(kept)
 
 
 def num_bytes(tensors: Iterable[Tensor]) -> int:
-    """Of tensors, each piece of memory once."""
-    sizes = {_place(tensor): tensor.numel() * tensor.element_size() for tensor in tensors if tensor.numel()}
-    return sum(sizes.values())
-
-
-def _place(tensor: Tensor) -> tuple[str, int]:
-    return str(tensor.device), tensor.data_ptr()
+    """Of tensors on this rank's device, each piece of memory once; what is offloaded does not count."""
+    kind = distributed.device_type()
+    here = [tensor for tensor in tensors if tensor.device.type == kind and tensor.numel()]
+    return sum({tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in here}.values())

@@ -38,6 +38,11 @@ def trim_memory() -> None:
         malloc_trim(0)
 
 
+def memory_bytes() -> int:
+    """Memory of the machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def available_memory_bytes() -> int:
     """Memory that processes can still take: of the machine, or of the container that they are in."""
     available = _fields("/proc/meminfo").get("MemAvailable")

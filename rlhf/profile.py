@@ -42,7 +42,7 @@ def profiled(folder: Path) -> Iterator[None]:
 
 
 def communication(events: Iterable[Any], *, seconds: float) -> dict[str, float]:
-    """Of one rank: seconds in which a collective ran, and those of them in which nothing else did.
+    """Of one rank: share of the time in which a collective ran, and in which nothing else did beside it.
 
     On an accelerator collectives are kernels, and what runs beside them are the other kernels. On a CPU the operations
     that wait for them count, and nothing runs beside.
@@ -62,11 +62,7 @@ def communication(events: Iterable[Any], *, seconds: float) -> dict[str, float]:
     communicating = union(collectives)
     hidden = covered(communicating) + covered(union(kernels)) - covered(union([*collectives, *kernels]))
     total = covered(communicating)
-    return {
-        "communication_seconds": total,
-        "exposed_seconds": total - hidden,
-        "communication_frac": total / seconds if seconds > 0 else 0.0,
-    }
+    return {"communication_frac": total / seconds, "exposed_frac": (total - hidden) / seconds}
 
 
 def union(intervals: Sequence[Interval]) -> list[Interval]:

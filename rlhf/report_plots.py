@@ -244,6 +244,24 @@ def write_figure(path: Path, title: str, draw: Callable[[str], "Figure"]) -> Non
         draw(title).savefig(path, dpi=150, bbox_inches="tight", facecolor="white")
 
 
+def write_panels(path: Path, title: str, panels: Sequence[Callable[["Axes"], None]]) -> None:
+    """Write panels side by side, each drawn into the axes that it is given."""
+
+    def draw(shown: str) -> "Figure":
+        import matplotlib as mpl  # noqa: PLC0415
+        from matplotlib.figure import Figure  # noqa: PLC0415
+
+        with mpl.rc_context(STYLE):
+            figure = Figure(figsize=(3.7 * len(panels), 3.0), layout="constrained")
+            for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+                panel(axes)
+            if shown:
+                figure.suptitle(shown, fontsize=10, color=INK, x=0.01, ha="left")
+            return figure
+
+    write_figure(path, title, draw)
+
+
 def _page(title: str, svg: str) -> str:
     style: dict[str, Any] = {"font-family": "system-ui, sans-serif", "margin": "2rem", "color": INK}
     css = "; ".join(f"{key}: {value}" for key, value in style.items())

@@ -141,7 +141,7 @@ class Run:
             try:
                 for step in range(self._first_step + 1, self.num_steps + 1):
                     heartbeat.at_step(step, self.num_steps)
-                    if step == self.num_steps - self.config.profile_steps + 1:
+                    if step == max(self._first_step, self.num_steps - self.config.profile_steps) + 1:
                         profiling.enter_context(profiled(self.folder / FOLDER))
                     with self.timer("input"):
                         batch = next(left)
@@ -423,7 +423,7 @@ class Run:
         lap = self._clock.lap()
         reduced = self.metrics.reduce(
             totals={"tokens": self._tokens, "flops": self._flops, "cpu": self._clock.cpu_lap()},
-            maxima={**lap, "startup": startup, "memory": float(memory.peak_bytes()), **self._state_bytes()},
+            maxima={**lap, "startup": startup, **self._memory()},
         )
         self._tokens, self._flops = 0, 0.0
         tokens, seconds = reduced.totals["tokens"], dict(reduced.maxima)
@@ -447,12 +447,12 @@ class Run:
         if reduced.totals["flops"] and seconds["train"] > 0:
             per_rank = reduced.totals["flops"] / distributed.world_size()
             values["speed/model_flops_per_second"] = per_rank / seconds["train"]
-        values["memory/peak_bytes"] = seconds["memory"]
         values.update({name: value for name, value in reduced.maxima.items() if name.startswith("memory/")})
         return values
 
-    def _state_bytes(self) -> dict[str, float]:
-        found: dict[str, float] = {}
+    def _memory(self) -> dict[str, float]:
+        """Metrics of this rank's memory: its peak, and what the watched engines hold."""
+        found = {"memory/peak_bytes": float(memory.peak_bytes())}
         for engine in self._engines:
             for name, size in engine.state_bytes().items():
                 found[f"memory/{name}_bytes"] = found.get(f"memory/{name}_bytes", 0.0) + size

@@ -34,7 +34,7 @@ def environment(*, stage: str, seed: int) -> dict[str, Any]:
             "accelerator": distributed.accelerator_name() or "none (CPU)",
             "cpu": host.cpu_name(),
             "cpu_count": os.cpu_count(),
-            "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            "memory_bytes": host.memory_bytes(),
             "platform": platform.platform(),
         },
         "git_commit": artifacts.git_commit(),

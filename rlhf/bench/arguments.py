@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser, add_where: Callable[[argparse
         return commands.add_parser(name, help=text, allow_abbrev=False, epilog=_OVERRIDES if overrides else None)
 
     _add_peers(add("peers", "beside other trainers and engines, on the same model and rows"))
-    _add_machine(add("machine", "what this machine can do, as a hardware YAML for `rlhf plan`"), add_where)
+    _add_machine(add("machine", "what this machine can do, as a hardware YAML for `rlhf plan`"))
     for name, stage in zip(STEPS, ("SFT", "reward model", "PPO"), strict=True):
         step = add(name, f"a recipe's {stage} step: speed, memory, utilisation, beside the plan", overrides=True)
         _add_measured(step, add_where)
@@ -57,13 +57,13 @@ def _add_measured(parser: argparse.ArgumentParser, add_where: Callable[[argparse
     add_where(parser)
 
 
-def _add_machine(parser: argparse.ArgumentParser, add_where: Callable[[argparse.ArgumentParser], None]) -> None:
+def _add_machine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", required=True, help="of the device in the YAML")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="YAML to write")
+    parser.add_argument("--num_gpus", type=int, default=1, metavar="N", help="ranks on this machine (1)")
     parser.add_argument("--disk", type=Path, metavar="DIR", help="folder to time writing and reading in")
     parser.add_argument("--seconds", type=float, default=0.3, metavar="S", help="of each timing (0.3)")
-    parser.add_argument("--timeout", type=float, default=1800, metavar="S", help="limit of the whole (1800)")
-    add_where(parser)
+    parser.add_argument("--timeout", type=float, default=1800, metavar="S", help="limit of each program (1800)")
 
 
 def _add_peers(parser: argparse.ArgumentParser) -> None:

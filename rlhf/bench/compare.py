@@ -2,21 +2,21 @@
 
 import argparse
 import random
-import statistics
-import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf.artifacts import write_json
+from rlhf.bench.process import exit_code
 from rlhf.bench.result import NAMES, Result, read_results
-from rlhf.bench.show import console, seconds, table
-from rlhf.report_plots import ACCENT, GREY, INK, STYLE, check_suffix, write_figure
+from rlhf.bench.show import seconds
+from rlhf.report_plots import ACCENT, GREY, INK, check_suffix, write_panels
+from rlhf.terminal import console, make_table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 DRAWS = 2000
 """Resamplings of the steps, for the spread of a ratio."""
@@ -28,11 +28,14 @@ class Comparison:
 
     first: Result
     second: Result
-    ratio: float
-    """Tokens a second and device of the second over those of the first."""
     low: float
     high: float
     """Between which 90 % of the ratios lie when steps are drawn anew from those that were measured."""
+
+    @property
+    def ratio(self) -> float:
+        """Tokens a second and device of the second over those of the first."""
+        return self.second.rate / self.first.rate
 
     @property
     def differences(self) -> list[str]:
@@ -54,23 +57,21 @@ class Comparison:
 
 def main(arguments: argparse.Namespace) -> int:
     """Print, draw, write; 0, or 2 if a file cannot be used."""
-    try:
-        if arguments.plot is not None:
-            check_suffix(arguments.plot)
-        found = compare(read_results(arguments.first), read_results(arguments.second))
-        if not found:
-            raise ValueError(
-                f"{arguments.first} and {arguments.second} have no step in common. Measure the same steps."
-            )
-        show(found, arguments.first, arguments.second)
-        if arguments.plot is not None:
-            draw(arguments.plot, found)
-        if arguments.json is not None:
-            write_json(arguments.json, as_json(found))
-    except (ValueError, OSError) as error:
-        sys.stderr.write(f"rlhf bench: {error}\n")
-        return 2
-    return 0
+    return exit_code(lambda: _run(arguments))
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    if arguments.plot is not None:
+        check_suffix(arguments.plot)
+    found = compare(read_results(arguments.first), read_results(arguments.second))
+    if not found:
+        raise ValueError(f"{arguments.first} and {arguments.second} have no step in common. Measure the same steps.")
+    show(found, arguments.first, arguments.second)
+    if arguments.plot is not None:
+        title = f"{found[0].first.recipe}: {_short(found[0].first)} and {_short(found[0].second)}"
+        write_panels(arguments.plot, title, [partial(_panel, c=c) for c in found])
+    if arguments.json is not None:
+        write_json(arguments.json, as_json(found))
 
 
 def compare(first: dict[int, Result], second: dict[int, Result]) -> list[Comparison]:
@@ -79,19 +80,13 @@ def compare(first: dict[int, Result], second: dict[int, Result]) -> list[Compari
 
 
 def _compare(first: Result, second: Result) -> Comparison:
-    def rate(result: Result, times: Sequence[float]) -> float:
-        return result.tokens / statistics.median(times) / result.ranks
-
-    ratio = rate(second, second.step_seconds) / rate(first, first.step_seconds)
     rng = random.Random(0)
-    drawn = sorted(
-        rate(second, rng.choices(second.step_seconds, k=len(second.step_seconds)))
-        / rate(first, rng.choices(first.step_seconds, k=len(first.step_seconds)))
-        for _ in range(DRAWS)
-    )
-    return Comparison(
-        first=first, second=second, ratio=ratio, low=drawn[DRAWS // 20], high=drawn[-DRAWS // 20 - 1]
-    )  # fmt: skip
+
+    def drawn(result: Result) -> Result:
+        return replace(result, step_seconds=rng.choices(result.step_seconds, k=len(result.step_seconds)))
+
+    ratios = sorted(drawn(second).rate / drawn(first).rate for _ in range(DRAWS))
+    return Comparison(first=first, second=second, low=ratios[DRAWS // 20], high=ratios[-DRAWS // 20 - 1])
 
 
 def show(found: Sequence[Comparison], first: Path, second: Path) -> None:
@@ -100,12 +95,12 @@ def show(found: Sequence[Comparison], first: Path, second: Path) -> None:
     names = (first.stem, second.stem)
     for name, result in zip(names, (found[0].first, found[0].second), strict=True):
         out.print(f"[bold]{name}[/bold]: {result.recipe} on {result.ranks} x {result.hardware}, {result.date}")
-    made = table("", "step", names[0], names[1], "ratio", "90 % of draws")
+    made = make_table("", "step", names[0], names[1], "ratio", "90 % of draws")
     for c in found:
         a, b = c.first, c.second
         made.add_row(
-            NAMES[a.number], "tokens/s a device", f"{a.tokens / a.median_seconds / a.ranks:,.0f}",
-            f"{b.tokens / b.median_seconds / b.ranks:,.0f}", f"{c.ratio:.2f} x", f"{c.low:.2f} - {c.high:.2f}",
+            NAMES[a.number], "tokens/s a device", f"{a.rate:,.0f}", f"{b.rate:,.0f}",
+            f"{c.ratio:.2f} x", f"{c.low:.2f} - {c.high:.2f}",
         )  # fmt: skip
         made.add_row("", "median step", seconds(a.median_seconds), seconds(b.median_seconds))
         for phase in {**a.phases, **b.phases}:
@@ -127,9 +122,7 @@ def as_json(found: Sequence[Comparison]) -> dict[str, Any]:
         "steps": {
             str(c.first.number): {
                 "ratio": c.ratio, "low": c.low, "high": c.high, "differences": c.differences,
-                "tokens_per_second_per_device": [
-                    r.tokens / r.median_seconds / r.ranks for r in (c.first, c.second)
-                ],
+                "tokens_per_second_per_device": [c.first.rate, c.second.rate],
                 "phases": [dict(c.first.phases), dict(c.second.phases)],
                 "hardware": [c.first.hardware, c.second.hardware],
             }
@@ -138,30 +131,11 @@ def as_json(found: Sequence[Comparison]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def draw(path: Path, found: Sequence[Comparison]) -> None:
-    """A panel for each step: the rates of both, with the 5 % and 95 % steps as whiskers, and the ratio."""
-    title = f"{found[0].first.recipe}: {_short(found[0].first)} and {_short(found[0].second)}"
-    write_figure(path, title, lambda shown: _figure(found, shown))
-
-
-def _figure(found: Sequence[Comparison], title: str) -> "Figure":
-    import matplotlib as mpl  # noqa: PLC0415  only a plot needs it
-    from matplotlib.figure import Figure  # noqa: PLC0415
-
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(3.6 * len(found), 3.0), layout="constrained")
-        for axes, c in zip(figure.subplots(1, len(found), squeeze=False)[0], found, strict=True):
-            _panel(axes, c)
-        if title:
-            figure.suptitle(title, fontsize=10, color=INK, x=0.01, ha="left")
-        return figure
-
-
-def _panel(axes: "Axes", c: Comparison) -> None:
+def _panel(axes: "Axes", *, c: Comparison) -> None:
+    """The rates of both, the steps between 5 % and 95 % as whiskers."""
     for place, (result, colour) in enumerate(((c.first, GREY), (c.second, ACCENT))):
-        per_device = result.tokens / result.ranks
-        middle = per_device / result.median_seconds
-        low, high = (per_device / result.percentile(share) for share in (0.95, 0.05))
+        middle = result.rate
+        low, high = (middle * result.median_seconds / result.percentile(share) for share in (0.95, 0.05))
         axes.bar(place, middle, width=0.6, color=colour, ecolor=INK, capsize=4,
                  yerr=[[max(0.0, middle - low)], [max(0.0, high - middle)]])  # fmt: skip
         axes.annotate(f"{middle:,.0f}", (place, max(high, middle)), ha="center", va="bottom", color=INK, fontsize=8,
@@ -173,5 +147,4 @@ def _panel(axes: "Axes", c: Comparison) -> None:
 
 
 def _short(result: Result) -> str:
-    name = result.hardware if len(result.hardware) <= len("NVIDIA H100 80GB HBM3") else result.hardware.split("@")[0]
-    return f"{result.ranks} x {name.strip()}"
+    return f"{result.ranks} x {result.hardware.partition('@')[0].strip()}"

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,36 +13,35 @@ from typing import Any
 import yaml
 
 from rlhf.bench.jobs import launch
-from rlhf.bench.process import ChildError, run_child
-from rlhf.bench.show import console, table
+from rlhf.bench.process import exit_code, run_child
 from rlhf.plan.hardware import load_devices
+from rlhf.terminal import console, make_table
 
 _SMALL = 4096
 """Bytes of a collective that only its latency counts of."""
 _LARGE_CPU, _LARGE = 1 << 25, 1 << 29
 _LINK_SECONDS = 60.0
+_HEAD = "# Written by `rlhf bench machine`. nics and nic_gbit_s are not measured: set them for several machines.\n"
 _FIELDS = ("products", "attention", "pointwise", "optimizer_gb_s", "update_layer", "update_step", "gather_layer",
            "score_layer", "score_pass", "decode_layer", "decode_token", "draw_logit", "process_gb", "disk")  # fmt: skip
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Measure; 0, 1 if a program failed, 2 if something cannot be used."""
-    try:
-        check(arguments)
-        found = measure(arguments)
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(as_yaml(arguments.name, found), encoding="utf-8")
-        load_devices(arguments.out)
-    except ChildError as error:
-        sys.stderr.write(f"rlhf bench: {error}\n")
-        return 1
-    except (ValueError, OSError) as error:
-        sys.stderr.write(f"rlhf bench: {error}\n")
-        return 2
+    return exit_code(lambda: _run(arguments))
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    check(arguments)
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    found = measure(arguments)
+    part = arguments.out.with_name(f".{arguments.out.name}.part")
+    part.write_text(as_yaml(arguments.name, found), encoding="utf-8")
+    load_devices(part)
+    part.replace(arguments.out)
     show(arguments.name, found)
     sys.stdout.write(f"written to {arguments.out}; plan with it: rlhf plan --hardware {arguments.out} "
                      f"--gpu {arguments.name} --recipe ...\n")  # fmt: skip
-    return 0
 
 
 def check(arguments: argparse.Namespace) -> None:
@@ -52,52 +52,48 @@ def check(arguments: argparse.Namespace) -> None:
     """
     if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", arguments.name):
         raise ValueError(f"--name {arguments.name!r} must be made of small letters, digits, `.` and `-`.")
-    if arguments.num_gpus is not None and arguments.num_gpus < 1:
+    if arguments.num_gpus < 1:
         raise ValueError(f"--num_gpus must be >= 1, got {arguments.num_gpus}.")
     if not arguments.seconds > 0:
         raise ValueError(f"--seconds must be > 0, got {arguments.seconds}.")
     if arguments.disk is not None and not arguments.disk.is_dir():
         raise ValueError(f"--disk {arguments.disk} is not a folder. Name one on the disk that checkpoints go to.")
+    if arguments.out.exists() and not arguments.out.read_text(encoding="utf-8", errors="replace").startswith(_HEAD):
+        raise ValueError(f"--out {arguments.out} holds something that this command did not write. Name another file.")
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Run the programs and bring together what they found."""
-    work = arguments.out.resolve().parent
-    work.mkdir(parents=True, exist_ok=True)
-    ranks = arguments.num_gpus or 1
-    log, part = work / f"{arguments.name}.log", work / f".{arguments.name}.json"
-    argv = [*launch(sys.executable, "rlhf.bench.probe", ranks=ranks, launcher="deepspeed"), "--out", str(part),
-            "--seconds", str(arguments.seconds)]  # fmt: skip
-    argv += ["--disk", str(arguments.disk.resolve())] if arguments.disk is not None else []
+    ranks, log = arguments.num_gpus, arguments.out.with_suffix(".log").resolve()
     sys.stdout.write(f"measuring {ranks} ranks; log in {log}\n")
     sys.stdout.flush()
-    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
-    run_child(argv, environment=environment, log=log, timeout=arguments.timeout)
-    found: dict[str, Any] = json.loads(part.read_text(encoding="utf-8"))
-    part.unlink()
-    found["ranks"] = ranks
-    found["collectives"] = _collectives(ranks, work, arguments.timeout) if ranks > 1 else {}
-    return found
+    with tempfile.TemporaryDirectory() as folder:
+        part = Path(folder) / "found.json"
+        argv = [*launch(sys.executable, "rlhf.bench.probe", ranks=ranks, launcher="deepspeed"), "--out", str(part),
+                "--seconds", str(arguments.seconds)]  # fmt: skip
+        argv += ["--disk", str(arguments.disk.resolve())] if arguments.disk is not None else []
+        environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
+        run_child(argv, environment=environment, log=log, timeout=arguments.timeout)
+        found: dict[str, Any] = json.loads(part.read_text(encoding="utf-8"))
+        large = _LARGE_CPU if found["on_cpu"] else _LARGE
+        collectives = _collectives(ranks, large, Path(folder), arguments.timeout) if ranks > 1 else {}
+    return {**found, "ranks": ranks, "collectives": collectives}
 
 
-def _collectives(ranks: int, work: Path, timeout: float) -> dict[str, dict[str, float]]:
-    """Latency and rate of groups of 2, 4, 8 ... and all ranks."""
-    sizes = sorted({ranks, *(2**i for i in range(1, ranks.bit_length()) if 2**i <= ranks)})
-    times = {num_bytes: _gather_seconds(sizes, ranks, num_bytes, work, timeout) for num_bytes in (_SMALL, _large())}
+def _collectives(ranks: int, large: int, work: Path, timeout: float) -> dict[str, dict[str, float]]:
+    """Latency and rate of groups of 2, 4, 8 ... and all ranks, by an all-gather of next to nothing and a large one."""
+    sizes = sorted({ranks, *(2**i for i in range(1, ranks.bit_length()))})
+    small_seconds, large_seconds = (_gather_seconds(sizes, ranks, size, work, timeout) for size in (_SMALL, large))
     found = {}
     for size in sizes:
-        latency, whole = times[_SMALL][size], times[_large()][size]
-        moved = _large() * (size - 1) / size
+        latency, whole = small_seconds[size], large_seconds[size]
+        moved = large * (size - 1) / size
         found[str(size)] = {"latency": latency, "gb_s": moved / max(whole - latency, 0.1 * whole) / 1e9}
     return found
 
 
-def _large() -> int:
-    return _LARGE_CPU if os.environ.get("DS_ACCELERATOR") == "cpu" else _LARGE
-
-
 def _gather_seconds(sizes: list[int], ranks: int, num_bytes: int, work: Path, timeout: float) -> dict[int, float]:
-    config, log = work / ".links.json", work / ".links.log"
+    config, log = work / "links.json", work / "links.log"
     config.write_text(json.dumps({
         "host_of": list(range(ranks)), "rounds": [[list(range(size))] for size in sizes], "num_bytes": num_bytes,
         "limit_seconds": _LINK_SECONDS,
@@ -112,8 +108,6 @@ def _gather_seconds(sizes: list[int], ranks: int, num_bytes: int, work: Path, ti
             if "error" in result:
                 raise ValueError(f"{result['ranks']} ranks: {result['error']}")
             found[result["ranks"]] = result["all_gather_seconds"]
-    config.unlink()
-    log.unlink()
     return found
 
 
@@ -135,8 +129,7 @@ def as_yaml(name: str, found: Mapping[str, Any]) -> str:
         "source": f"rlhf bench machine, {found['hardware']}",
         "measured": {**{field: found[field] for field in _FIELDS}, "collectives": collectives},
     }
-    head = "# Written by `rlhf bench machine`. nics and nic_gbit_s are not measured: set them for several machines.\n"
-    return head + yaml.safe_dump({name: _rounded(entry)}, sort_keys=False, default_flow_style=None, width=120)
+    return _HEAD + yaml.safe_dump({name: _rounded(entry)}, sort_keys=False, default_flow_style=None, width=120)
 
 
 def _rounded(value: Any) -> Any:
@@ -151,13 +144,13 @@ def show(name: str, found: Mapping[str, Any]) -> None:
     """What was measured, as a person asks for it."""
     out = console()
     out.print(f"[bold]{name}[/bold]: {found['ranks']} x {found['hardware']}, {found['memory_gb']:.1f} GB a rank")
-    made = table("product, TFLOP/s forward / backward", *found["products"])
+    made = make_table("product, TFLOP/s forward / backward", *found["products"])
     shapes = [row[:3] for row in next(iter(found["products"].values()))]
     for number, (m, n, k) in enumerate(shapes):
         cells = [f"{rows[number][3]:.3g} / {rows[number][4]:.3g}" for rows in found["products"].values()]
         made.add_row(f"{m:g} x {k:g} -> {n:g}", *cells)
     out.print(made)
-    made = table("", "")
+    made = make_table("", "")
     rows = [("copy", f"{found['bandwidth_gb_s']:.1f} GB/s"),
             *((f"pointwise operations, width {width:g}", f"{rate:.1f} GB/s") for width, rate in found["pointwise"]),
             ("optimiser", f"{found['optimizer_gb_s']:.1f} GB/s")]  # fmt: skip

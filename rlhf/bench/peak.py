@@ -40,11 +40,17 @@ def matmul_flops(n: int, dtype: torch.dtype) -> float:
     return 2 * n**3 / _best_seconds(lambda: torch.mm(a, b, out=out))
 
 
-def copy_bytes_per_second() -> float:
+def copy_bytes_per_second(device: torch.device | str = "cpu") -> float:
     """Bytes read and written per second by a copy that no cache holds."""
-    a = torch.zeros(_COPY_BYTES, dtype=torch.uint8)
+    a = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=device)
     b = torch.ones_like(a)
-    return 2 * _COPY_BYTES / _best_seconds(lambda: b.copy_(a))
+
+    def copy() -> None:
+        b.copy_(a)
+        if b.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    return 2 * _COPY_BYTES / _best_seconds(copy)
 
 
 def _best_seconds(work: Callable[[], object]) -> float:

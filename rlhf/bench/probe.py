@@ -23,6 +23,7 @@ from torch import Tensor
 
 from rlhf import artifacts, ds_config, host
 from rlhf.bench.assets import make_language
+from rlhf.bench.peak import copy_bytes_per_second
 from rlhf.bench.workload import opt
 from rlhf.config import ModelConfig, OptimConfig, SamplingConfig
 from rlhf.data.collate import TokenBatch, collate_sft
@@ -84,7 +85,7 @@ def measure(seconds: float) -> dict[str, Any]:
     """Everything but collectives and disk; the slowest rank's. Collective."""
     timer = Timer(seconds)
     on_cpu = device_type() == "cpu"
-    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, **({} if on_cpu else {"fp16": torch.float16})}
     linear = {name: measure_products(dtype, timer) for name, dtype in dtypes.items()}
     attention = {name: measure_attention(dtype, timer) for name, dtype in dtypes.items()}
     tiny = TinyTimes(timer)
@@ -93,7 +94,7 @@ def measure(seconds: float) -> dict[str, Any]:
         "hardware": accelerator_name() or host.cpu_name(),
         "peak_tflops": {name: max(max(row[3:]) for row in rows) for name, rows in linear.items()},
         "memory_gb": _memory_bytes() / 1e9,
-        "bandwidth_gb_s": copy_gb_s(timer),
+        "bandwidth_gb_s": copy_gb_s(),
         "products": linear,
         "attention": attention,
         **tiny.measure(),
@@ -184,12 +185,10 @@ def measure_attention(dtype: torch.dtype, timer: Timer) -> list[list[float]]:
     return rows
 
 
-def copy_gb_s(timer: Timer) -> float:
-    """10^9 bytes read and written a second by a copy that no cache holds."""
-    size = 1 << (28 if device_type() == "cpu" else 31)
-    a = torch.zeros(size, dtype=torch.uint8, device=device())
-    b = torch.ones_like(a)
-    return 2 * size / timer(lambda: b.copy_(a)) / 1e9
+def copy_gb_s() -> float:
+    """10^9 bytes read and written a second by a copy that no cache holds, while all ranks copy; the slowest rank's."""
+    barrier()
+    return min(all_gather_objects(copy_bytes_per_second(device()))) / 1e9
 
 
 class TinyTimes:
@@ -203,10 +202,8 @@ class TinyTimes:
         """The fields of `Measured` that are seconds. Collective."""
         update_layer, update_step = self._line(lambda layers: self._update_seconds(layers, [_TINY_TOKENS], zero=0))
         # What ZeRO-3 does to a layer grows with its tokens too: they pass through its hooks.
-        whole, sharded = (
-            self._line(lambda layers, zero=zero: self._update_seconds(layers, [64] * 16, zero=zero))[0]  # type: ignore[misc]
-            for zero in (0, 3)
-        )
+        whole, _ = self._line(lambda layers: self._update_seconds(layers, [64] * 16, zero=0))
+        sharded, _ = self._line(lambda layers: self._update_seconds(layers, [64] * 16, zero=3))
         score_layer, score_pass = self._line(self._score_seconds)
         decode_layer, decode_token = self._line(self._decode_seconds)
         return {
@@ -266,7 +263,7 @@ def measure_wide(dtype: str, found: dict[str, Any], timer: Timer) -> dict[str, A
     on_cpu = device_type() == "cpu"
     measured = Measured(**{key: found[key] for key in (
         "products", "attention", "update_layer", "update_step", "score_layer", "score_pass", "decode_layer",
-        "decode_token", "draw_logit")}, process_gb=1.0, pointwise=[], optimizer_gb_s=1.0)  # fmt: skip
+        "decode_token", "draw_logit", "gather_layer")}, process_gb=1.0, pointwise=[], optimizer_gb_s=1.0)  # fmt: skip
     pointwise = []
     stack = replace(OURS, states=FP32 if dtype == "fp32" else MIXED)
     # (hidden, mean length, sequences)
@@ -382,7 +379,7 @@ def _process_bytes() -> float:
 def _memory_bytes() -> float:
     """Of one rank: the device's, or its part of the machine's."""
     if device_type() == "cpu":
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / world_size()
+        return host.memory_bytes() / world_size()
     _, total = torch.accelerator.memory.get_memory_info(device())
     return float(total)
 

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +16,19 @@ _GRACE_SECONDS = 10.0
 
 class ChildError(RuntimeError):
     """A child failed or ran out of time; the message ends with the last lines of its log."""
+
+
+def exit_code(command: Callable[[], None]) -> int:
+    """Run a command of `rlhf bench`: 0, 1 if a child failed, 2 if something cannot be used; the reason on stderr."""
+    try:
+        command()
+    except ChildError as error:
+        sys.stderr.write(f"rlhf bench: {error}\n")
+        return 1
+    except (ValueError, OSError) as error:
+        sys.stderr.write(f"rlhf bench: {error}\n")
+        return 2
+    return 0
 
 
 @dataclass(frozen=True, kw_only=True)

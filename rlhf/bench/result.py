@@ -44,8 +44,6 @@ class Result:
     """Of each measured step."""
     tokens: float
     """Real tokens of one step, mean."""
-    response_tokens: float
-    """Of a row: the mean length of what is trained on or drawn; of a pair, of one response."""
     phases: Mapping[str, float]
     """Seconds of one step by phase, mean."""
     flops_per_second: float | None
@@ -75,6 +73,11 @@ class Result:
         low = int(place)
         high = min(low + 1, len(ordered) - 1)
         return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+    @property
+    def rate(self) -> float:
+        """Real tokens a second and device in the median step."""
+        return self.tokens / self.median_seconds / self.ranks
 
     @property
     def tokens_per_second(self) -> float:
@@ -118,6 +121,21 @@ def write_result(path: Path, result: Result) -> None:
     steps[str(result.number)] = asdict(result)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, {"format": FORMAT, "steps": dict(sorted(steps.items()))})
+
+
+def check_target(path: Path, recipe: str) -> None:
+    """Check, before anything is measured, that a file can take a result of the recipe.
+
+    Raises:
+        ValueError: it holds something else.
+    """
+    other = (
+        next((old.recipe for old in read_results(path).values() if old.recipe != recipe), None)
+        if path.exists()
+        else None
+    )
+    if other is not None:
+        raise ValueError(f"--json {path} holds results of {other}, but this is {recipe}. Name another file.")
 
 
 def _identity(result: Result) -> tuple[str, str, int]:

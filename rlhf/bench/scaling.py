@@ -1,24 +1,24 @@
 """`rlhf bench scale`: one step on several numbers of ranks, beside the plan's curve. No torch."""
 
 import argparse
-import copy
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf.artifacts import write_json
-from rlhf.bench.process import ChildError
+from rlhf.bench.process import exit_code
 from rlhf.bench.result import NAMES, Result
-from rlhf.bench.show import console, seconds, table
+from rlhf.bench.show import seconds
 from rlhf.bench.steps import STAGES, Sources, measure
 from rlhf.plan.scale import KINDS, Kind
-from rlhf.report_plots import ACCENT, GREY, INK, STYLE, check_suffix, write_figure
+from rlhf.report_plots import ACCENT, GREY, INK, check_suffix, write_panels
+from rlhf.terminal import console, make_table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,20 +32,13 @@ class Curve:
     @property
     def efficiencies(self) -> list[float]:
         """Rate of a rank beside that on the fewest."""
-        return _beside_first([_rate(result, result.median_seconds) for result in self.results])
+        return _beside_first([result.rate for result in self.results])
 
     @property
     def planned(self) -> list[float] | None:
         """The same by the plan; None without one."""
-        foreseen = [result.foreseen for result in self.results]
-        if any(one is None for one in foreseen):
-            return None
-        pairs = zip(self.results, foreseen, strict=True)
-        return _beside_first([_rate(result, one.step_seconds) for result, one in pairs if one is not None])
-
-
-def _rate(result: Result, step_seconds: float) -> float:
-    return result.tokens / step_seconds / result.ranks
+        rates = [r.tokens / r.foreseen.step_seconds / r.ranks for r in self.results if r.foreseen is not None]
+        return _beside_first(rates) if len(rates) == len(self.results) else None
 
 
 def _beside_first(rates: Sequence[float]) -> list[float]:
@@ -54,24 +47,21 @@ def _beside_first(rates: Sequence[float]) -> list[float]:
 
 def main(arguments: argparse.Namespace, overrides: Sequence[str], sources: Sources) -> int:
     """Measure both curves; 0, 1 if a run failed, 2 if something cannot be used."""
-    try:
-        counts = read_counts(arguments.ranks)
-        if arguments.plot is not None:
-            check_suffix(arguments.plot)
-        curves = [measure_curve(kind, counts, arguments, overrides, sources) for kind in KINDS]
-        show(curves, arguments.step)
-        if arguments.plot is not None:
-            title = f"{NAMES[arguments.step]} of {curves[0].results[0].recipe} on {curves[0].results[0].hardware}"
-            write_figure(arguments.plot, title, lambda shown: _figure(curves, shown))
-        if arguments.json is not None:
-            write_json(arguments.json, as_json(curves, arguments.step))
-    except ChildError as error:
-        sys.stderr.write(f"rlhf bench: {error}\n")
-        return 1
-    except (ValueError, OSError) as error:
-        sys.stderr.write(f"rlhf bench: {error}\n")
-        return 2
-    return 0
+    return exit_code(lambda: _run(arguments, overrides, sources))
+
+
+def _run(arguments: argparse.Namespace, overrides: Sequence[str], sources: Sources) -> None:
+    counts = read_counts(arguments.ranks)
+    if arguments.plot is not None:
+        check_suffix(arguments.plot)
+    curves = measure_curves(counts, arguments, overrides, sources)
+    show(curves, arguments.step)
+    if arguments.plot is not None:
+        first = curves[0].results[0]
+        title = f"{NAMES[arguments.step]} of {first.recipe} on {first.hardware}"
+        write_panels(arguments.plot, title, [partial(_panel, curve=curve) for curve in curves])
+    if arguments.json is not None:
+        write_json(arguments.json, as_json(curves, arguments.step))
 
 
 def read_counts(text: str) -> list[int]:
@@ -87,19 +77,32 @@ def read_counts(text: str) -> list[int]:
     return counts
 
 
-def measure_curve(
-    kind: Kind, counts: Sequence[int], arguments: argparse.Namespace, overrides: Sequence[str], sources: Sources
-) -> Curve:
-    """One run for each number of ranks."""
-    results = []
-    for ranks in counts:
+def measure_curves(
+    counts: Sequence[int], arguments: argparse.Namespace, overrides: Sequence[str], sources: Sources
+) -> list[Curve]:
+    """A run for each number of ranks and kind; on the fewest both kinds are the same run."""
+    flags = {
+        (kind, ranks): tuple(grow(kind, ranks, counts[0], arguments, overrides, sources))
+        for kind in KINDS
+        for ranks in counts
+    }
+    results: dict[tuple[int, tuple[str, ...]], Result] = {}
+    for (kind, ranks), grown in flags.items():
+        if (ranks, grown) in results:
+            continue
         sys.stdout.write(f"{kind} scaling, {ranks} ranks: ")
-        at = copy.copy(arguments)
-        at.num_gpus, at.bench_command = ranks, f"step{arguments.step}"
-        at.work = Path(arguments.work) / f"{kind}_{ranks}"
-        grown = grow(kind, ranks, counts[0], arguments, overrides, sources)
-        results.append(measure(at, [*overrides, *grown], sources))
-    return Curve(kind=kind, results=tuple(results))
+        work = Path(arguments.work) / f"{kind}_{ranks}"
+        at = argparse.Namespace(
+            **{
+                **vars(arguments),
+                "num_gpus": ranks,
+                "bench_command": f"step{arguments.step}",
+                "work": work,
+                "json": None,
+            }
+        )
+        results[ranks, grown] = measure(at, [*overrides, *grown], sources)
+    return [Curve(kind=kind, results=tuple(results[ranks, flags[kind, ranks]] for ranks in counts)) for kind in KINDS]
 
 
 def grow(
@@ -131,13 +134,13 @@ def show(curves: Sequence[Curve], number: int) -> None:
     out = console()
     first = curves[0].results[0]
     out.print(f"[bold]{NAMES[number]}[/bold] of {first.recipe} on {first.hardware}, {first.dtype}")
-    made = table("", "ranks", "rows", "median step", "tokens/s a rank", "efficiency", "planned")
+    made = make_table("", "ranks", "rows", "median step", "tokens/s a rank", "efficiency", "planned")
     for curve in curves:
         planned = curve.planned
         for i, (result, efficiency) in enumerate(zip(curve.results, curve.efficiencies, strict=True)):
             made.add_row(
                 curve.kind if i == 0 else "", str(result.ranks), f"{result.rows:g}", seconds(result.median_seconds),
-                f"{_rate(result, result.median_seconds):,.0f}", f"{efficiency:.0%}",
+                f"{result.rate:,.0f}", f"{efficiency:.0%}",
                 "-" if planned is None else f"{planned[i]:.0%}",
             )  # fmt: skip
     out.print(made)
@@ -153,7 +156,7 @@ def as_json(curves: Sequence[Curve], number: int) -> dict[str, Any]:
                 "points": [
                     {
                         "ranks": r.ranks, "rows": r.rows, "step_seconds": r.median_seconds, "efficiency": efficiency,
-                        "tokens_per_second_per_rank": _rate(r, r.median_seconds),
+                        "tokens_per_second_per_rank": r.rate,
                         "planned_efficiency": None if curve.planned is None else curve.planned[i],
                         "planned_step_seconds": None if r.foreseen is None else r.foreseen.step_seconds,
                     }
@@ -165,20 +168,7 @@ def as_json(curves: Sequence[Curve], number: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _figure(curves: Sequence[Curve], title: str) -> "Figure":
-    import matplotlib as mpl  # noqa: PLC0415  only a plot needs it
-    from matplotlib.figure import Figure  # noqa: PLC0415
-
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(3.8 * len(curves), 2.9), layout="constrained")
-        for axes, curve in zip(figure.subplots(1, len(curves), squeeze=False)[0], curves, strict=True):
-            _panel(axes, curve)
-        if title:
-            figure.suptitle(title, fontsize=10, color=INK, x=0.01, ha="left")
-        return figure
-
-
-def _panel(axes: "Axes", curve: Curve) -> None:
+def _panel(axes: "Axes", *, curve: Curve) -> None:
     sizes = [result.ranks for result in curve.results]
     axes.plot(sizes, [100 * x for x in curve.efficiencies], marker="o", markersize=4, color=ACCENT, label="measured")
     if curve.planned is not None:

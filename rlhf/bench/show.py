@@ -1,28 +1,7 @@
 """Results of `rlhf bench step1|step2|step3` for the terminal. No torch."""
 
-import sys
-
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
 from rlhf.bench.result import NAMES, Result
-
-WIDTH = 120
-"""Columns where there is no terminal."""
-
-
-def console() -> Console:
-    """Of standard output."""
-    return Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
-
-
-def table(*columns: str) -> Table:
-    """A table whose first column is words and whose others are numbers."""
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for number, column in enumerate(columns):
-        made.add_column(column, justify="left" if number == 0 else "right", overflow="fold")
-    return made
+from rlhf.terminal import console, make_table
 
 
 def show_result(result: Result) -> None:
@@ -34,7 +13,7 @@ def show_result(result: Result) -> None:
         f"{len(result.step_seconds)} steps of {result.rows:g} rows, {result.tokens:,.0f} tokens"
     )
     foreseen = result.foreseen
-    rates = table("", "measured", *(["planned", "planned / measured"] if foreseen else []))
+    rates = make_table("", "measured", *(["planned", "planned / measured"] if foreseen else []))
 
     def add(name: str, measured: str, planned: str = "", ratio: str = "") -> None:
         rates.add_row(name, measured, *([planned, ratio] if foreseen else []))

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf.bench.process import ChildError, run_child
-from rlhf.bench.result import NAMES, Foreseen, Result, write_result
+from rlhf.bench.process import exit_code, run_child
+from rlhf.bench.result import NAMES, Foreseen, Result, check_target, write_result
 from rlhf.bench.show import show_result
 from rlhf.plan.hardware import Device, find_device, load_devices
-from rlhf.plan.setting import dtype_of, from_recipe, with_lengths
-from rlhf.plan.steps import plan_step
+from rlhf.plan.setting import Setting, dtype_of, from_recipe, with_lengths
+from rlhf.plan.steps import StepPlan, plan_step
 
 STAGES = {1: "sft", 2: "reward", 3: "ppo"}
 _WHERE = ("num_gpus", "hostfile", "include", "exclude", "master_addr", "master_port", "launcher", "launcher_args")
@@ -48,25 +48,21 @@ class Sources:
 
 def main(arguments: argparse.Namespace, overrides: Sequence[str], sources: Sources) -> int:
     """Measure one step; 0, 1 if a stage failed, 2 if something cannot be used."""
-    try:
-        result = measure(arguments, overrides, sources)
-        if arguments.json is not None:
-            write_result(arguments.json, result)
-    except ChildError as error:
-        sys.stderr.write(f"rlhf bench: {error}\n")
-        return 1
-    except (ValueError, OSError) as error:
-        sys.stderr.write(f"rlhf bench: {error}\n")
-        return 2
+    return exit_code(lambda: _run(arguments, overrides, sources))
+
+
+def _run(arguments: argparse.Namespace, overrides: Sequence[str], sources: Sources) -> None:
+    result = measure(arguments, overrides, sources)
     show_result(result)
-    return 0
+    if arguments.json is not None:
+        write_result(arguments.json, result)
 
 
 def measure(arguments: argparse.Namespace, overrides: Sequence[str], sources: Sources) -> Result:
     """Run the stage and read what it left.
 
     Raises:
-        ValueError: a flag, the recipe or the folder cannot be used.
+        ValueError: a flag, the recipe or the folder cannot be used; nothing was started or removed.
         ChildError: a stage failed.
     """
     number = int(arguments.bench_command.removeprefix("step"))
@@ -79,20 +75,25 @@ def measure(arguments: argparse.Namespace, overrides: Sequence[str], sources: So
     if stage not in recipe.stages:
         raise ValueError(f"recipe {recipe.name} has no {NAMES[number]}.")
     device = _device(arguments)
+    if device is not None:  # what cannot be planned is said before it is measured
+        from_recipe(recipe.name, recipe.stages, device, 1, load=sources.load)
+    if arguments.json is not None:
+        check_target(arguments.json, recipe.name)
     work = arguments.work.resolve()
     run = work / "run"
-    if run.exists() and (not (work / _MARK).is_file()):
+    if run.exists() and not (work / _MARK).is_file():
         raise ValueError(f"--work {work} holds a `run` that this command did not make. Name another folder.")
+    argv = command(arguments, recipe, stage, overrides, run)
     work.mkdir(parents=True, exist_ok=True)
     (work / _MARK).write_text("made by rlhf bench\n", encoding="utf-8")
     shutil.rmtree(run, ignore_errors=True)
-    argv = command(arguments, recipe, stage, overrides, run)
     sys.stdout.write(f"{NAMES[number]} of {recipe.name}; log in {work / 'log.txt'}\n")
     sys.stdout.flush()
     run_child(argv, environment={**os.environ, "WANDB_MODE": "disabled"}, log=work / "log.txt",
               timeout=arguments.timeout)  # fmt: skip
+    kept = slice(arguments.warmup, arguments.warmup + arguments.steps)
     folder = run / recipe.folders[stage]
-    return read(folder, recipe, number, arguments, settings=overrides, device=device, load=sources.load)
+    return read(folder, recipe, number, kept, settings=overrides, device=device, load=sources.load)
 
 
 def _device(arguments: argparse.Namespace) -> Device | None:
@@ -116,6 +117,10 @@ def command(
     chosen, changes = [stage], measured_settings(recipe, stage, arguments)
     feeds = recipe.feeds[stage]
     if arguments.models is not None:
+        if arguments.models.resolve().is_relative_to(run):
+            raise ValueError(
+                f"--models {arguments.models} is the run that this measurement replaces. Use another --work."
+            )
         for key, source in feeds.items():
             folder = arguments.models.resolve() / recipe.folders[source] / "model"
             if not folder.is_dir():
@@ -124,10 +129,12 @@ def command(
                 )
             changes.append(f"--{stage}.{key}={folder}")
     else:
-        needed = _needed(recipe, stage)
-        chosen = [*needed, stage]
-        for other in needed:
+        chosen = [*_needed(recipe, stage), stage]
+        for other in chosen[:-1]:
             changes += [f"--{other}.max_steps=1", *_quiet(recipe, other)]
+    for name in (word.removeprefix("--").partition(".")[0] for word in overrides if word.startswith("--")):
+        if name not in chosen:
+            raise ValueError(f"--{name}.KEY: stage {name} is not part of this measurement, only {', '.join(chosen)}.")
     argv = [sys.executable, "-m", "rlhf.cli", "run", "--recipe", arguments.recipe, "--out", str(run)]
     for flag in _WHERE:
         value = getattr(arguments, flag)
@@ -171,39 +178,35 @@ def _quiet(recipe: Recipe, stage: str) -> list[str]:
 
 
 def read(
-    folder: Path, recipe: Recipe, number: int, arguments: argparse.Namespace, *, settings: Sequence[str],
-    device: Device | None, load: Callable[[str], Mapping[str, Any]],
+    folder: Path, recipe: Recipe, number: int, measured: slice, *, settings: Sequence[str], device: Device | None,
+    load: Callable[[str], Mapping[str, Any]],
 ) -> Result:  # fmt: skip
-    """The result of a stage's folder."""
+    """The result of a stage's folder, of the train lines that are measured.
+
+    Raises:
+        ValueError: there are fewer.
+    """
     config = recipe.stages[STAGES[number]]
     lines = [json.loads(text) for text in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     train = [line for line in lines if line["split"] == "train"]
-    kept = train[arguments.warmup : arguments.warmup + arguments.steps]
-    if len(kept) < arguments.steps:
+    kept = train[measured]
+    if len(kept) < measured.stop - measured.start:
         raise ValueError(
-            f"{folder}/metrics.jsonl holds {len(train)} train lines, but {arguments.steps} were asked for after "
-            f"{arguments.warmup}. Its log says why."
+            f"{folder}/metrics.jsonl holds {len(train)} train lines, fewer than {measured.stop}. Its log says why."
         )
     environment = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
     hardware, ranks = environment["hardware"], int(environment["world_size"])
     seconds = [line["time/step_seconds"] for line in kept]
-    rows, per_row = rows_of_step(number, config), 1 + (number == 2)
+    rows = rows_of_step(number, config)
     tokens = sum(line["speed/tokens_per_second"] * line["time/step_seconds"] for line in kept) / len(kept)
-    length = tokens / rows / per_row
-    response = _response_tokens(kept, number, length)
     work = [line.get("speed/model_flops_per_second", 0.0) * line["time/step_seconds"] for line in kept]
     dtype = dtype_of(load(config["deepspeed"]["actor"] if number == 3 else config["deepspeed"]))
     plan = None
     if device is not None:
         setting = from_recipe(recipe.name, recipe.stages, device, ranks, load=load)
-        micro_batch_tokens = _mean(kept, "speed/micro_batch_tokens")
-        plan = plan_step(
-            with_lengths(
-                setting, prompt=length - response, response=response,
-                micro_batch_rows=None if micro_batch_tokens is None else micro_batch_tokens / length / per_row,
-            ), number,
-        )  # fmt: skip
-    profiled = _profile(folder / "profile" / "profile.json")
+        plan = plan_step(_as_measured(setting, number, kept, tokens / rows), number)
+    profile = folder / "profile" / "profile.json"
+    profiled = json.loads(profile.read_text(encoding="utf-8"))["ranks"] if profile.is_file() else []
     return Result(
         number=number,
         recipe=recipe.name,
@@ -217,19 +220,50 @@ def read(
         rows=rows,
         step_seconds=seconds,
         tokens=tokens,
-        response_tokens=response,
         phases=_phases(kept),
         flops_per_second=sum(work) / sum(seconds) if all(work) else None,
         hardware_factor=1.0 if plan is None else plan.hardware_flops / plan.model_flops,
         peak_flops=None if device is None else device.peak(dtype),
         padding_frac=_mean(kept, "data/padding_frac"),
         memory=_memory(kept[-1]),
-        communication_frac=profiled.get("communication_seconds"),
-        exposed_frac=profiled.get("exposed_seconds"),
+        communication_frac=max((rank["communication_frac"] for rank in profiled), default=None),
+        exposed_frac=max((rank["exposed_frac"] for rank in profiled), default=None),
         foreseen=None if plan is None or device is None else Foreseen(
-            device=device.name, step_seconds=plan.step_seconds, phases=dict(plan.seconds), peak_bytes=plan.peak_memory
+            device=device.name, step_seconds=plan.step_seconds, phases=dict(plan.seconds),
+            peak_bytes=_peak_bytes(plan, device),
         ),
     )  # fmt: skip
+
+
+def _as_measured(setting: Setting, number: int, lines: Sequence[Mapping[str, float]], tokens: float) -> Setting:
+    """The setting with the rows' mean lengths and the micro-batches that were measured; `tokens` of a row."""
+    prompt, response = lengths_of(lines, number, tokens)
+    micro_batch_tokens = _mean(lines, "speed/micro_batch_tokens")
+    return with_lengths(
+        setting, prompt=prompt, response=response,
+        micro_batch_rows=None if micro_batch_tokens is None else micro_batch_tokens / tokens,
+    )  # fmt: skip
+
+
+def lengths_of(lines: Sequence[Mapping[str, float]], number: int, tokens: float) -> tuple[float, float]:
+    """Mean tokens of prompt and response of a row of so many tokens.
+
+    A row of step 2 may hold any number of responses, which share their prompt; it stands for a pair that takes as many
+    columns of the model. Where nothing tells, half of the tokens are the response's.
+    """
+    if number == 2:
+        columns = tokens * min(1.0, _mean(lines, "speed/columns_per_token") or 1.0)
+        prompt = min(tokens - columns, columns)
+        return (prompt, (columns - prompt) / 2) if prompt else (tokens / 4, tokens / 4)
+    response = _mean(lines, "ppo/response_length") or tokens * (_mean(lines, "speed/target_frac") or 0.5)
+    return tokens - response, response
+
+
+def _peak_bytes(plan: StepPlan, device: Device) -> float:
+    """What the measured peak counts: all of a process on a CPU, PyTorch's allocations on an accelerator."""
+    if device.is_serial:
+        return plan.peak_memory
+    return max(phase.total - phase.context - phase.reserve for phase in plan.memory.values())
 
 
 def rows_of_step(number: int, config: Mapping[str, Any]) -> float:
@@ -237,14 +271,6 @@ def rows_of_step(number: int, config: Mapping[str, Any]) -> float:
     if number < 3:
         return float(config["global_batch_size"])
     return float(config["rollout"]["prompts_per_step"] * config["rollout"]["samples_per_prompt"])
-
-
-def _response_tokens(lines: Sequence[Mapping[str, float]], number: int, length: float) -> float:
-    """Mean tokens of a response; of pairs by what sharing prompts saves, and half of a row where nothing tells."""
-    if number == 2:
-        columns = _mean(lines, "speed/columns_per_token") or 1.0
-        return length - 2 * length * (1 - columns) if columns < 1 else length / 2
-    return _mean(lines, "ppo/response_length") or length * (_mean(lines, "speed/target_frac") or 0.5)
 
 
 def _mean(lines: Sequence[Mapping[str, float]], name: str) -> float | None:
@@ -264,12 +290,3 @@ def _memory(line: Mapping[str, float]) -> dict[str, float]:
     found = {name: line.get(f"memory/{name}_bytes", 0.0) for name in ("weights", "gradients", "optimizer")}
     peak = line["memory/peak_bytes"]
     return {**found, "other": max(0.0, peak - sum(found.values())), "peak": peak}
-
-
-def _profile(path: Path) -> dict[str, float]:
-    """Shares of the profiled steps, of the rank where they are largest."""
-    if not path.is_file():
-        return {}
-    profiled = json.loads(path.read_text(encoding="utf-8"))
-    names = ("communication_seconds", "exposed_seconds")
-    return {name: max(rank[name] for rank in profiled["ranks"]) / profiled["seconds"] for name in names}

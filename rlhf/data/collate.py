@@ -35,10 +35,13 @@ class Sequences:
     length_S: Tensor
     lengths: tuple[int, ...]
     """The same on the host; the stand-in of an empty micro-batch has none."""
-    num_tokens: int
-    """Real tokens, a shared prompt counted for each of its sequences; the stand-in of an empty micro-batch is none."""
     num_padding: int
     """Columns without a token."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Real tokens, a shared prompt counted for each of its sequences."""
+        return sum(self.lengths)
 
     @property
     def num_columns(self) -> int:
@@ -276,7 +279,6 @@ def _sequences(
         last_S=torch.from_numpy(first + lengths - 1).to(device),
         length_S=torch.from_numpy(lengths.astype(np.int64)).to(device),
         lengths=tuple(lengths.tolist()) if token_lists else (),
-        num_tokens=int(lengths.sum()) if token_lists else 0,
         num_padding=int(token_ids.size - lengths.sum()) if token_lists else 1,
     )
     return sequences, place_T
@@ -330,7 +332,6 @@ def _sharing_prompts(
         last_S=torch.tensor([c[-1] for c in columns], device=device),
         length_S=torch.tensor(lengths, device=device),
         lengths=tuple(lengths),
-        num_tokens=sum(lengths),
         num_padding=0,
     )
     return sequences, np.concatenate(columns)

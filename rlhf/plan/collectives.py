@@ -82,6 +82,10 @@ class Group:
         between = self.nodes - 1
         return between * HOP_BETWEEN + (self.ranks - 1 - between) * HOP_INSIDE
 
+    def start(self, hops: float) -> float:
+        """Seconds of a message beside what it moves: as measured, or its launch and hops."""
+        return START + hops if self.measured is None else self.measured.latency
+
 
 def group(device: Device, ranks: int, *, stride: int = 1) -> Group:
     """Ranks `stride` apart in the order of the launch, machines filled one after the other."""
@@ -93,8 +97,7 @@ def all_gather(members: Group, size: float, *, messages: float = 1) -> float:
     """Seconds to gather `size` bytes in all, in several messages; a reduce-scatter takes as long."""
     if members.ranks == 1:
         return 0.0
-    start = START + members.hops if members.measured is None else members.measured.latency
-    return messages * start + size * (members.ranks - 1) / members.ranks / members.rate
+    return messages * members.start(members.hops) + size * (members.ranks - 1) / members.ranks / members.rate
 
 
 def all_reduce(members: Group, size: float, *, messages: float = 1) -> float:
@@ -106,8 +109,7 @@ def all_reduce(members: Group, size: float, *, messages: float = 1) -> float:
     if size / messages < TREE_MESSAGE and members.nodes > 1:
         depth = (members.nodes - 1).bit_length()
         latency = min(latency, 2 * (depth * HOP_BETWEEN + (members.per_node - 1) * HOP_INSIDE))
-    start = START + latency if members.measured is None else members.measured.latency
-    return messages * start + moved
+    return messages * members.start(latency) + moved
 
 
 def send(device: Device, size: float, *, between: bool, sharing: int = 1) -> float:

@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
+from rlhf import terminal
 from rlhf.artifacts import write_json
 from rlhf.plan import compare, published, scale
 from rlhf.plan.emit import LoadJson, Template, as_lines, emit, hub_name, make_fit
@@ -34,8 +35,6 @@ BEGIN = "<!-- rlhf plan validate: begin -->"
 END = "<!-- rlhf plan validate: end -->"
 FOR_MODELS = "opt_13b_350m_single_node"
 """Recipe that gives `--emit` what two models do not say."""
-WIDTH = 120
-"""Columns where there is no terminal."""
 ReadRecipe = Callable[[str], tuple[str, Configs, int]]
 """Name of a recipe -> its name, its stages' configs, its devices."""
 
@@ -51,7 +50,7 @@ class Sources:
 
 def main(arguments: argparse.Namespace, sources: Sources) -> int:
     """Print what was asked for; 0, or 2 if something cannot be used."""
-    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+    console = terminal.console()
     try:
         if arguments.plan_command == "validate":
             return _validate(arguments, console)

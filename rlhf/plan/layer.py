@@ -149,15 +149,11 @@ def head(shape: Shape, layout: Layout, device: Device, stack: Stack) -> float:
     dtype = _sixteen(layout.dtype)
     n = shape.vocabulary / layout.tensor
     padded = -(-n // 64) * 64
-    forward = matmul(device, dtype, layout.tokens, padded, shape.embedding)
-    backward = matmul(device, dtype, layout.tokens, shape.embedding, padded)
-    weights = matmul(device, dtype, padded, shape.embedding, layout.tokens)
     trained = not layout.lora or layout.embeddings_trained
-    if device.measured is not None:
-        both = device.measured.product(dtype, layout.tokens, padded, shape.embedding, backward=True)
-        backward = weights = both / 2
+    forward = matmul(device, dtype, layout.tokens, padded, shape.embedding)
+    backward = backward_product(device, dtype, layout.tokens, padded, shape.embedding, own=trained)
     loss = traffic(device, layout.tokens * n * (20 if stack.pointwise == "eager" else 12))
-    return forward + backward + weights * trained + loss
+    return forward + backward + loss
 
 
 def optimizer(parameters: float, layout: Layout, device: Device, stack: Stack) -> float:

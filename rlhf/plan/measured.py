@@ -38,7 +38,7 @@ class Measured:
     """Seconds of a layer's forward and backward pass in a micro-batch that is too small to compute anything."""
     update_step: float
     """Seconds of such an update that do not depend on its layers."""
-    gather_layer: float = 0.0
+    gather_layer: float
     """Seconds that ZeRO-3 adds to a layer of it."""
     score_layer: float
     """Seconds of a layer's forward pass without gradients, of next to nothing."""
@@ -122,7 +122,9 @@ def from_mapping(raw: Any, source: str) -> Measured:
         numbers = [x for table, width in widths for rows in table.values() for row in rows
                    for x in (row if len(row) == width else [0.0])]  # fmt: skip
         numbers += [getattr(made, name) for name in _ABOVE_ZERO]
-        if not numbers or not all(isinstance(x, int | float) and 0 < x < math.inf for x in numbers):
+        numbers += [x for c in made.collectives.values() for x in (c.latency, c.gb_s)] + list(made.disk.values())
+        gather = made.gather_layer
+        if not all(isinstance(x, int | float) and 0 < x < math.inf for x in (*numbers, 1 if gather == 0 else gather)):
             raise ValueError("a rate or time is not a number above 0, or a row is too short")
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise ValueError(

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -15,6 +14,7 @@ from rlhf.plan.search import Candidate, Found, reason
 from rlhf.plan.setting import Setting, stack_of
 from rlhf.plan.steps import STEPS, Remedy, StepPlan
 from rlhf.plan.validate import GOALS, Validation
+from rlhf.terminal import make_table
 
 SHOWN = 0.005
 """Share of the whole below which a part is left out."""
@@ -33,13 +33,6 @@ def said_layout(layout: Layout) -> str:
     return ", ".join(words)
 
 
-def _table(*columns: str, title: str | None = None) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False)
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number == 0 else "right", overflow="fold")
-    return table
-
-
 def _gb(size: float) -> str:
     return f"{size / 1e9:,.1f}"
 
@@ -51,7 +44,7 @@ def show_plan(console: Console, setting: Setting, plans: Sequence[StepPlan]) -> 
         f"[bold]{setting.name}[/bold] on {setting.gpus} x {device.name} ({device.memory_gb:g} GB, "
         f"{-(-setting.gpus // device.node)} machines), rows of {setting.prompt} + {setting.response} tokens"
     )
-    table = _table("", "fits", "peak GB", "step s", "tokens/s/GPU", "MFU", "HFU", "steps", "hours", "$")
+    table = make_table("", "fits", "peak GB", "step s", "tokens/s/GPU", "MFU", "HFU", "steps", "hours", "$")
     for plan in plans:
         table.add_row(
             STEPS[plan.number], "no" if plan.missing > 0 else "yes", _gb(plan.peak_memory),
@@ -73,7 +66,7 @@ def show_plan(console: Console, setting: Setting, plans: Sequence[StepPlan]) -> 
 
 def _memory_table(plans: Sequence[StepPlan]) -> Table:
     columns = [(plan, phase, part) for plan in plans for phase, part in plan.memory.items()]
-    table = _table("GB a device", *[f"{plan.number} {phase}" for plan, phase, _ in columns])
+    table = make_table("GB a device", *[f"{plan.number} {phase}" for plan, phase, _ in columns])
     for name in columns[0][2].parts():
         values = [part.parts()[name] for _, _, part in columns]
         if max(values) >= 0.05e9:
@@ -106,7 +99,7 @@ def show_search(console: Console, setting: Setting, found: Found, *, decision: s
             console.print(f"None fits; the smallest, {said_layout(found.nearest.layout)}, needs "
                           f"{_gb(found.nearest.memory)} of {_gb(setting.device.memory)} GB.")  # fmt: skip
         return
-    table = _table("layout", "tokens/s/GPU", "step s", "GB", "loses by")
+    table = make_table("layout", "tokens/s/GPU", "step s", "GB", "loses by")
     best = found.ranked[0]
     for candidate in found.ranked[:top]:
         why = "" if candidate is best else f"{_slower(best, candidate):.1%}: {reason(best, candidate)}"
@@ -147,7 +140,7 @@ def show_comparison(console: Console, setting: Setting, second: Device, found: S
         f"{setting.prompt} + {setting.response} tokens, the same layouts"
     )
     sides = (first.name, second.name)
-    table = _table(
+    table = make_table(
         "", *[f"{name} step s" for name in sides], "ratio", *[f"{name} h" for name in sides],
         *[f"{name} $" for name in sides],
     )  # fmt: skip
@@ -167,7 +160,7 @@ def show_scaling(console: Console, setting: Setting, found: Sequence[Curve]) -> 
     """Each curve as a table: rate, efficiency, and the parts that grew most."""
     console.print(f"[bold]{setting.name}[/bold] on {setting.device.name}")
     for curve in found:
-        table = _table(f"{STEPS[curve.number]}: {curve.kind}", "step s", "tokens/s/GPU", "efficiency", "lost to")
+        table = make_table(f"{STEPS[curve.number]}: {curve.kind}", "step s", "tokens/s/GPU", "efficiency", "lost to")
         for point in curve.points:
             lost = sorted(point.losses.items(), key=lambda item: -item[1])
             said = ", ".join(f"{name} {share:.1%}" for name, share in lost[:3] if share > SHOWN)
@@ -181,18 +174,18 @@ def show_scaling(console: Console, setting: Setting, found: Sequence[Curve]) -> 
 def show_validation(console: Console, found: Validation, *, every: bool) -> None:
     """Groups and sweeps; with `every`, each figure too."""
     if every:
-        table = _table("system", "run", "metric", "published", "plan", "error")
+        table = make_table("system", "run", "metric", "published", "plan", "error")
         for p in found.predictions:
             table.add_row(p.record.system, said_run(p.record), f"{p.record.metric} ({p.record.unit})",
                           f"{p.published:,.4g}", f"{p.predicted:,.4g}", f"{p.error:+.1%}")  # fmt: skip
         console.print(table)
-    table = _table("group", "of", "constants", "figures", "median", "p90", "bias", "within goal")
+    table = make_table("group", "of", "constants", "figures", "median", "p90", "bias", "within goal")
     for group in found.groups:
         table.add_row(group.name, group.kind, "fitted" if group.fitted else "judged", str(group.count),
                       f"{group.median:.1%}", f"{group.p90:.1%}", f"{group.bias:+.1%}",
                       "yes" if group.reached else "no")  # fmt: skip
     console.print(table)
-    table = _table("sweep", "layouts", "rank correlation", "place of the published best")
+    table = make_table("sweep", "layouts", "rank correlation", "place of the published best")
     for sweep in found.sweeps:
         table.add_row(sweep.name, str(sweep.count), f"{sweep.correlation:.2f}", str(sweep.best))
     console.print(table)

@@ -97,7 +97,7 @@ def _training(setting: Setting, number: int, shape: Shape, training: Training) -
     where = replace(layout, micro_batch=2 * layout.micro_batch) if pairs else layout
     stack = replace(stack_of(layout), logit_bytes=0) if pairs else stack_of(layout)
     if pairs and layout.model_ranks == 1:
-        # The prompt of a pair goes through the model once.
+        # The prompt of a pair goes through the model once; that both responses look at it is left out.
         where = replace(where, length=max(1, round(setting.prompt / 2 + setting.response)))
     found = memory.training(shape, where, stack)
     spent = step(shape, where, device, stack, with_head=not pairs)

@@ -37,6 +37,7 @@ LAYERS = (
         "host",
         "stopping",
         "sections",
+        "terminal",
         "procfs",
         "strict",
         "heartbeat",

@@ -79,6 +79,27 @@ def test_both_curves_are_measured(hardware: Path, tmp_path: Path) -> None:
 
 
 def test_a_stage_that_fails_is_said_with_the_end_of_its_log(tmp_path: Path) -> None:
+    """No rows remain: that is found by the stage."""
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text('{"prompt": "", "response": ""}\n')
     done = rlhf("bench", "step1", "--recipe", "tiny_cpu", "--num_gpus", "1", "--work", str(tmp_path),
-                "--data", str(tmp_path / "none"), "--sft.deepspeed", "nonsense")  # fmt: skip
-    assert done.returncode in (1, 2) and "nonsense" in done.stderr, done.stdout + done.stderr
+                f'--sft.data.sources=[{{"path": "{empty}"}}]')  # fmt: skip
+    assert done.returncode == 1 and "The end of" in done.stderr and "no training row remains" in done.stderr, (
+        done.stderr
+    )
+
+
+def test_bad_values_are_one_error_before_anything_runs(tmp_path: Path) -> None:
+    for arguments, said in (
+        (("step1", "--recipe", "tiny_cpu", "--sft.nonsense", "1"), "nonsense"),
+        (("scale", "--recipe", "tiny_cpu", "--ranks", "2,1"), "--ranks '2,1' must be different numbers from 1"),
+        (("compare", "a.json", "b.json"), "a.json"),
+        (("machine", "--name", "A B", "--out", "x.yaml"), "--name 'A B' must be made of small letters"),
+        (("machine", "--name", "a", "--out", str(Path(__file__))), "holds something that this command did not write"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "rlhf.cli", "bench", *arguments], capture_output=True, text=True, check=False,
+            timeout=60, cwd=tmp_path,
+        )  # fmt: skip
+        assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert not list(tmp_path.iterdir())

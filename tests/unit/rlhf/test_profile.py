@@ -27,8 +27,7 @@ def test_on_a_cpu_the_operations_that_wait_count_once() -> None:
     """Two overlapping operations of gloo, 3 ms together, in 10 ms; what else the processor does is no matter."""
     events = [event("gloo:all_reduce", 0, 2000), event("gloo:all_gather", 1000, 3000), event("aten::mm", 0, 9000)]
     shares = communication(events, seconds=10e-3)
-    assert shares["communication_seconds"] == pytest.approx(3e-3) and shares["exposed_seconds"] == pytest.approx(3e-3)
-    assert shares["communication_frac"] == pytest.approx(0.3)
+    assert shares == pytest.approx({"communication_frac": 0.3, "exposed_frac": 0.3})
 
 
 def test_on_an_accelerator_what_runs_beside_a_collective_hides_it() -> None:
@@ -38,14 +37,14 @@ def test_on_an_accelerator_what_runs_beside_a_collective_hides_it() -> None:
         event("nccl:all_reduce", 0, 50, "CPU"),
     ]  # fmt: skip
     shares = communication(events, seconds=5e-3)
-    assert shares["communication_seconds"] == pytest.approx(3e-3) and shares["exposed_seconds"] == pytest.approx(1e-3)
+    assert shares == pytest.approx({"communication_frac": 0.6, "exposed_frac": 0.2})
 
 
 def test_a_block_leaves_a_trace_and_its_shares(tmp_path: Path) -> None:
     with profiled(tmp_path / "profile"):
         torch.randn(64, 64) @ torch.randn(64, 64)
     summary = json.loads((tmp_path / "profile" / SUMMARY).read_text())
-    assert summary["seconds"] > 0 and summary["ranks"][0]["communication_seconds"] == 0
+    assert summary["seconds"] > 0 and summary["ranks"] == [{"communication_frac": 0, "exposed_frac": 0}]
     assert (tmp_path / "profile" / "rank0.json.gz").stat().st_size > 0
 
 

@@ -545,3 +545,10 @@ def test_the_last_steps_are_profiled(tmp_path: Path) -> None:
         seen.append((step, (tmp_path / "profile").exists()))
         run.log(step)
     assert seen == [(1, False), (2, False), (3, False)] and (tmp_path / "profile" / "profile.json").is_file()
+
+
+def test_more_steps_to_profile_than_there_are_means_all(tmp_path: Path) -> None:
+    run = start(tmp_path, num_steps=2, profile_steps=5)
+    for step, _ in run.steps(iter(range(2))):
+        run.log(step)
+    assert (tmp_path / "profile" / "profile.json").is_file()

@@ -49,7 +49,7 @@ def make_result() -> Callable[..., Result]:
         values: dict[str, Any] = {
             "number": 1, "recipe": "tiny_cpu", "settings": [], "hardware": "CPU", "ranks": 2, "dtype": "fp32",
             "date": "2026-01-02", "git_commit": None, "versions": {"torch": "2.13.0"}, "rows": 32.0,
-            "step_seconds": [1.0, 1.0], "tokens": 640.0, "response_tokens": 10.0, "phases": {"update": 0.9},
+            "step_seconds": [1.0, 1.0], "tokens": 640.0, "phases": {"update": 0.9},
             "flops_per_second": 1e9, "memory": {"weights": 1e9, "other": 1e9, "peak": 2e9},
         }  # fmt: skip
         return Result(**{**values, **changes})

@@ -72,3 +72,10 @@ def test_names_select_lines() -> None:
     assert len(select([])) == len(make_lines())
     with pytest.raises(ValueError, match="'sf' is no line"):
         select(["sf"])
+
+
+def test_a_goal_is_in_the_type_that_its_line_names() -> None:
+    """The share of the matmul peak is taken of that type."""
+    for name, line in make_lines().items():
+        expected = "bf16" if name.endswith("bf16") else "fp32"
+        assert all(goal.dtype == expected for goal in line.goals), name

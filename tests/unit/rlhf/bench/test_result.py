@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.bench.result import Foreseen, Result, read_results, write_result
+from rlhf.bench.result import Foreseen, Result, check_target, read_results, write_result
 
 Make = Callable[..., Result]
 
@@ -14,6 +14,7 @@ def test_rates_are_over_all_measured_steps(make_result: Make) -> None:
     """Steps of 1, 2, 3, 4 s with 100 tokens each: 400 in 10 s; 5 % between the two fastest."""
     result = make_result(step_seconds=[2.0, 1.0, 4.0, 3.0], tokens=100.0, rows=10.0)
     assert result.tokens_per_second == 40.0 and result.rows_per_second == 4.0 and result.median_seconds == 2.5
+    assert result.rate == 100 / 2.5 / 2
     assert result.percentile(0.0) == 1.0 and result.percentile(1.0) == 4.0
     assert result.percentile(0.05) == pytest.approx(1.15) and result.percentile(0.5) == 2.5
     assert make_result(step_seconds=[2.0]).percentile(0.95) == 2.0
@@ -33,6 +34,9 @@ def test_a_file_takes_the_steps_of_one_machine(make_result: Make, tmp_path: Path
     write_result(path, third)
     write_result(path, first)
     assert read_results(path) == {1: first, 3: third}
+    check_target(path, "tiny_cpu")
+    with pytest.raises(ValueError, match="holds results of tiny_cpu, but this is other"):
+        check_target(path, "other")
     again = make_result(number=1, step_seconds=[9.0])
     write_result(path, again)
     assert read_results(path)[1] == again

@@ -11,7 +11,7 @@ from rlhf.plan.collectives import all_gather, group
 from rlhf.plan.hardware import load_devices
 from rlhf.plan.layout import Layout
 from rlhf.plan.measured import Collective, Measured
-from rlhf.plan.rollout import decode_step
+from rlhf.plan.rollout import decode_step, score
 from rlhf.plan.shapes import shape_of
 from rlhf.plan.step import step
 
@@ -25,7 +25,8 @@ def measured(**changes: Any) -> Measured:
     """One rate for all products and one for attention: 1 and 0.5 TFLOP/s forward, half of it backward."""
     values: dict[str, Any] = {
         "products": {"fp32": [[64, 64, 64, 1.0, 0.5]]}, "attention": {"fp32": [[32, 0.5, 0.25]]},
-        "pointwise": [[64, 1e9]], "optimizer_gb_s": 1e9, "update_layer": 0.01, "update_step": 0.1, "score_layer": 0.001,
+        "pointwise": [[64, 1e9]], "optimizer_gb_s": 1e9, "update_layer": 0.01, "update_step": 0.1,
+        "gather_layer": 0.0, "score_layer": 0.001,
         "score_pass": 0.002, "decode_layer": 0.003, "decode_token": 0.004,
         "draw_logit": 1e-6, "process_gb": 0.5,
     }  # fmt: skip
@@ -81,6 +82,25 @@ def test_a_decoding_step_adds_up(make_device: Any) -> None:
     assert seconds == pytest.approx(2 * (products + 0.003) + head + 0.004 + 8 * 128e-6, rel=1e-6)
 
 
+def test_zero3_adds_its_hooks_and_what_is_gathered(make_device: Any) -> None:
+    """Two layers and the half that is outside of them, 0.2 s each; two gathers of 4 bytes a weight and a scatter."""
+    found = measured(gather_layer=0.2, collectives={"2": Collective(latency=1e-3, gb_s=1e-3)})
+    device = make_device(architecture="cpu", peak_tflops={"fp32": 1.0}, measured=found, bandwidth_gb_s=1e12)
+    plain = step(SHAPE, Layout(gpus=2, length=32, zero=0, dtype="fp32"), device)
+    sharded = step(SHAPE, Layout(gpus=2, length=32, zero=3, dtype="fp32"), device)
+    assert sharded.host - plain.host == pytest.approx(2.5 * 0.2)
+    moved = 4 * SHAPE.parameters / 2 / 1e6
+    assert sharded.gather == pytest.approx(2 * (2 * 1e-3 + moved) + 1e-3 + moved / 2, rel=1e-6)
+
+
+def test_a_forward_pass_without_gradients_adds_up(make_device: Any) -> None:
+    device = make_device(architecture="cpu", peak_tflops={"fp32": 1.0}, measured=measured(), bandwidth_gb_s=1e12)
+    layout = Layout(gpus=1, length=32, micro_batch=4, dtype="fp32")
+    layer = 2 * 128 * (64 * 192 + 64 * 64 + 2 * 64 * 256) / 1e12 + 4 * 4 * 32 * 32 * 64 / 2 / 0.5e12
+    seconds = score(SHAPE, layout, device, 8, head=False)
+    assert seconds == pytest.approx(2 * (2 * (layer + 0.001) + 0.002), rel=1e-6)
+
+
 def test_collectives_of_a_machine_are_the_measured_ones(make_device: Any) -> None:
     """2 messages of 1 ms and 3/4 of 8 GB at 2 GB/s; for 3 ranks the group of 4 is nearer than that of 2."""
     found = measured(collectives={"2": Collective(latency=1.0, gb_s=1.0), "4": Collective(latency=1e-3, gb_s=2.0)})
@@ -112,7 +132,9 @@ def test_a_file_gives_back_what_was_measured(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "changes",
     [{"decode_layer": 0.0}, {"nonsense": 1}, {"products": {"fp32": [[1, 2, 3]]}}, {"attention": 7},
-     {"collectives": {"2": {"latency": 1.0}}}, {"update_step": float("nan")}, {"score_pass": "fast"}],
+     {"collectives": {"2": {"latency": 1.0}}}, {"collectives": {"2": {"latency": 0.0, "gb_s": 1.0}}},
+     {"gather_layer": -1.0}, {"gather_layer": float("nan")}, {"disk": {"read_gb_s": "x"}},
+     {"update_step": float("nan")}, {"score_pass": "fast"}],
 )  # fmt: skip
 def test_a_broken_section_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"machine.yaml: mine: measured is not what .* Run it again"):

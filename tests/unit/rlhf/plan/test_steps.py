@@ -10,8 +10,9 @@ from rlhf import cli, ds_config
 from rlhf.plan import flops
 from rlhf.plan.hardware import load_devices
 from rlhf.plan.search import decide, layouts, reason, search
-from rlhf.plan.setting import Choices, Setting, from_models, from_recipe
+from rlhf.plan.setting import Choices, Setting, from_models, from_recipe, stack_of, with_lengths
 from rlhf.plan.shapes import MODELS, gpt
+from rlhf.plan.step import step
 from rlhf.plan.steps import plan_step, remedies
 
 DEVICES = load_devices()
@@ -159,3 +160,25 @@ def test_e16_zero3_can_need_more_memory_than_zero2() -> None:
     zero2, zero3 = found
     assert zero2.gathered == 0 and zero3.gathered == 2 * MODELS["opt-125m"].parameters
     assert zero3.weights + zero3.gathered > zero2.weights
+
+
+def test_the_prompt_of_a_pair_is_computed_once() -> None:
+    """256 + 256 tokens: two sequences of 128 + 256 take the time; what is needed is counted in full."""
+    whole = setting()
+    plan = plan_step(whole, 2)
+    pair = replace(whole.preference.layout, micro_batch=2 * whole.preference.layout.micro_batch, length=384)
+    expected = step(whole.reward, pair, whole.device, replace(stack_of(pair), logit_bytes=0), with_head=False)
+    assert plan.step_seconds == expected.total and plan.tokens == plan.rows * 1024
+
+
+def test_rows_of_another_length_are_cut_into_micro_batches_anew() -> None:
+    """16 rows a rank of 512 tokens in micro-batches of 4: of 128 tokens all fit one; as measured, 6 and 5 and 5."""
+    whole = setting()
+    whole = replace(whole, sft=replace(whole.sft, layout=replace(whole.sft.layout, micro_batch=4, accumulation=4)))
+    short = with_lengths(whole, prompt=27.6, response=100.0)
+    layout = short.sft.layout
+    assert (short.prompt, short.response, layout.length) == (28, 100, 128)
+    assert (layout.micro_batch, layout.accumulation) == (16, 1)
+    assert short.ppo.score_batch == 4 * whole.ppo.score_batch
+    measured = with_lengths(whole, prompt=28, response=100, micro_batch_rows=5.3).sft.layout
+    assert (measured.micro_batch, measured.accumulation) == (6, 3)

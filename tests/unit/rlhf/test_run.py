@@ -337,6 +337,7 @@ def test_F12_resumed_records_are_those_of_an_uninterrupted_run(tmp_path: Path, s
                 run.metrics.add({"train/loss": (torch.tensor(0.1 * step**2), 3)})
                 run.metrics.set({"train/lr": 0.1 / step})
                 run.count_tokens(step)
+                run.count_flops(step * 1e9)
             run.log(step)
             if step % 2 == 0:
                 run.log_eval(step, {"eval/loss": step * 1.0})
@@ -360,6 +361,7 @@ def test_F12_resumed_records_are_those_of_an_uninterrupted_run(tmp_path: Path, s
     second.finish({}, folder / "model")
     assert numbers(folder) == numbers(tmp_path / "whole") and len(numbers(folder)) == 5
     assert result(folder)["num_tokens"] == result(tmp_path / "whole")["num_tokens"] == 21
+    assert result(folder)["model_flops"] == result(tmp_path / "whole")["model_flops"] == 21e9
     last = lines(folder)[-2]  # of 3 steps and 15 tokens, wherever the attempts met
     assert last["step"] == 6
     assert last["speed/tokens_per_second"] == pytest.approx(15 / (3 * last["time/step_seconds"]))

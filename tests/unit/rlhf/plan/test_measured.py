@@ -7,13 +7,16 @@ from typing import Any
 import pytest
 import yaml
 
-from rlhf.plan.collectives import all_gather, group
+from rlhf.plan.collectives import all_gather, all_reduce, group
 from rlhf.plan.hardware import load_devices
-from rlhf.plan.layout import Layout
+from rlhf.plan.layer import layer, optimizer_bytes, pointwise_bytes
+from rlhf.plan.layout import OURS, Layout
 from rlhf.plan.measured import Collective, Measured
-from rlhf.plan.rollout import decode_step, score
+from rlhf.plan.rollout import decode_step, gather, score
+from rlhf.plan.setting import Choices, from_models
 from rlhf.plan.shapes import shape_of
 from rlhf.plan.step import step
+from rlhf.plan.steps import CONTEXT, context_of, plan_step
 
 SHAPE = shape_of({
     "model_type": "opt", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 1, "ffn_dim": 256,
@@ -91,6 +94,53 @@ def test_zero3_adds_its_hooks_and_what_is_gathered(make_device: Any) -> None:
     assert sharded.host - plain.host == pytest.approx(2.5 * 0.2)
     moved = 4 * SHAPE.parameters / 2 / 1e6
     assert sharded.gather == pytest.approx(2 * (2 * 1e-3 + moved) + 1e-3 + moved / 2, rel=1e-6)
+
+
+def test_pointwise_operations_and_the_optimiser_take_their_measured_rates(make_device: Any) -> None:
+    """1 GB/s for widths of 64 and 4 for 256: of the pass and 1.6 times as much backward. Adam at 2 GB/s."""
+    found = measured(pointwise=[[64, 1.0], [256, 4.0]], optimizer_gb_s=2.0)
+    assert found.pointwise_seconds(1e9, 64) == 1.0 and found.pointwise_seconds(1e9, 128) == pytest.approx(0.5)
+    values = {"architecture": "cpu", "peak_tflops": {"fp32": 1.0}, "bandwidth_gb_s": 1e12}
+    layout = Layout(gpus=1, length=32, dtype="fp32")
+    free = step(SHAPE, layout, make_device(measured=measured(), **values))
+    paid = step(SHAPE, layout, make_device(measured=found, **values))
+    moved = pointwise_bytes(SHAPE, layout, OURS)
+    assert paid.computing - free.computing == pytest.approx(2 * 2.6 * moved / 1e9, rel=1e-6)
+    assert paid.optimizer == pytest.approx(optimizer_bytes(SHAPE.parameters, OURS) / 2e9)
+
+
+def test_frozen_matrices_have_one_product_backward(make_device: Any) -> None:
+    """With adapters of rank 1: half of the measured backward pass, and twice the adapters' own products."""
+    device = make_device(architecture="cpu", peak_tflops={"fp32": 1.0}, measured=measured(), bandwidth_gb_s=1e12)
+    one = layer(SHAPE, Layout(gpus=1, length=32, lora=1, dtype="fp32"), device, OURS)
+    frozen = 2 * 32 * (64 * 192 + 64 * 64 + 2 * 64 * 256) / 1e12
+    adapters = 2 * 32 * (64 + 192 + 64 + 64 + 2 * (64 + 256)) / 1e12
+    assert one.products == pytest.approx(frozen + adapters)
+    assert one.backward_products == pytest.approx(4 * frozen / 2 + 2 * adapters)
+
+
+def test_nothing_hides_the_sum_of_gradients_on_a_processor(make_device: Any) -> None:
+    found = measured(collectives={"2": Collective(latency=0.0, gb_s=1.0)}, update_layer=100.0)
+    device = make_device(architecture="cpu", peak_tflops={"fp32": 1e-9}, measured=found, bandwidth_gb_s=1e12)
+    layout = Layout(gpus=2, length=32, dtype="fp32")
+    assert step(SHAPE, layout, device).reduce == pytest.approx(all_reduce(group(device, 2), 4 * SHAPE.parameters))
+
+
+def test_gathering_for_a_rollout_takes_its_hooks_and_its_bytes(make_device: Any) -> None:
+    """Half of what ZeRO-3 adds to an update, for two layers; 2 bytes a weight, half of them from the other rank."""
+    found = measured(gather_layer=0.2, collectives={"2": Collective(latency=1e-3, gb_s=1e-3)})
+    device = make_device(architecture="cpu", peak_tflops={"fp32": 1.0}, measured=found)
+    seconds = gather(SHAPE, Layout(gpus=2, length=32, zero=3, dtype="fp32"), device)
+    assert seconds == pytest.approx(2 * 0.1 + 2 * 1e-3 + 2 * SHAPE.parameters / 2 / 1e6)
+
+
+def test_a_process_takes_what_it_was_measured_to_take(make_device: Any) -> None:
+    assert context_of(make_device(measured=measured(process_gb=0.5))) == 0.5e9 and context_of(make_device()) == CONTEXT
+    for number in (1, 3):
+        device = make_device(measured=measured(process_gb=7.0, products={"bf16": [[1, 1, 1, 1, 1]]},
+                                               attention={"bf16": [[1, 1, 1]]}))  # fmt: skip
+        plan = plan_step(from_models("opt-125m", "opt-125m", device, 1, Choices()), number)
+        assert all(part.context == 7e9 for part in plan.memory.values())
 
 
 def test_a_forward_pass_without_gradients_adds_up(make_device: Any) -> None:

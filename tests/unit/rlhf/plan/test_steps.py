@@ -182,3 +182,10 @@ def test_rows_of_another_length_are_cut_into_micro_batches_anew() -> None:
     assert short.ppo.score_batch == 4 * whole.ppo.score_batch
     measured = with_lengths(whole, prompt=28, response=100, micro_batch_rows=5.3).sft.layout
     assert (measured.micro_batch, measured.accumulation) == (6, 3)
+
+
+def test_adapters_need_fewer_flops_in_step_3_too() -> None:
+    plan = plan_step(setting(lora=8), 3)
+    row = flops.ppo_row(MODELS["opt-13b"], MODELS["opt-350m"], 256, 256, lora=8)
+    assert plan.model_flops == pytest.approx(plan.rows * row)
+    assert plan.model_flops < 0.9 * plan_step(setting(), 3).model_flops

@@ -1,0 +1,95 @@
+"""The hardware YAML of a machine, from what its programs say."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf.bench import machine
+from rlhf.bench.process import ChildError, exit_code
+from rlhf.plan.hardware import load_devices
+
+FOUND = {
+    "on_cpu": True, "hardware": "A processor", "peak_tflops": {"fp32": 0.1}, "memory_gb": 8.0, "bandwidth_gb_s": 10.0,
+    "products": {"fp32": [[8, 8, 8, 0.123456, 0.05]]}, "attention": {"fp32": [[32, 0.5, 0.25]]},
+    "pointwise": [[64, 2.0]], "optimizer_gb_s": 3.0, "update_layer": 1e-3, "update_step": 2e-3, "gather_layer": 5e-3,
+    "score_layer": 1e-4, "score_pass": 2e-4, "decode_layer": 3e-4, "decode_token": 4e-4, "draw_logit": 1e-9,
+    "process_gb": 0.4, "disk": {"write_gb_s": 1.0, "read_gb_s": 2.0},
+}  # fmt: skip
+
+
+def arguments(tmp_path: Path, **changes: Any) -> argparse.Namespace:
+    values = {
+        "name": "mine",
+        "out": tmp_path / "mine.yaml",
+        "num_gpus": 4,
+        "seconds": 0.1,
+        "disk": None,
+        "timeout": 9.0,
+    }
+    return argparse.Namespace(**{**values, **changes})
+
+
+@pytest.fixture
+def programs(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Both programs: a gather of nothing takes 1 ms, a large one 1 ms and a second for each 10^9 bytes past a rank."""
+    asked: list[dict[str, Any]] = []
+
+    def run(argv: Sequence[str], *, log: Path, **_: Any) -> None:
+        if "rlhf.bench.probe" in argv:
+            Path(argv[argv.index("--out") + 1]).write_text(json.dumps(FOUND))
+            return
+        config = json.loads(Path(argv[argv.index("--config") + 1]).read_text())
+        asked.append(config)
+        lines = []
+        for (group,) in config["rounds"]:
+            moved = config["num_bytes"] * (len(group) - 1) / len(group)
+            seconds = 1e-3 + (moved / 1e9 if config["num_bytes"] > 4096 else 0.0)
+            lines.append(f"node: RLHF-LINK {json.dumps({'ranks': len(group), 'all_gather_seconds': seconds})}")
+        log.write_text("\n".join(lines))
+
+    monkeypatch.setattr(machine, "run_child", run)
+    return asked
+
+
+def test_a_device_is_written_that_a_plan_reads(
+    tmp_path: Path, programs: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert machine.main(arguments(tmp_path)) == 0
+    device = load_devices(tmp_path / "mine.yaml")["mine"]
+    assert device.is_serial and device.node == 4 and device.measured is not None
+    assert device.measured.products["fp32"] == [[8, 8, 8, 0.1235, 0.05]] and device.measured.disk["read_gb_s"] == 2.0
+    for size in ("2", "4"):
+        assert device.measured.collectives[size].latency == 1e-3
+        assert device.measured.collectives[size].gb_s == pytest.approx(1.0, rel=1e-3)
+    assert [config["num_bytes"] for config in programs] == [4096, 1 << 25]
+    assert [config["rounds"] for config in programs] == [[[[0, 1]], [[0, 1, 2, 3]]]] * 2
+    out = capsys.readouterr().out
+    assert "all-gather of 4 ranks" in out and "0.123 / 0.05" in out and "disk, write" in out
+    assert machine.main(arguments(tmp_path, num_gpus=1)) == 0, "its own file may be replaced"
+    assert load_devices(tmp_path / "mine.yaml")["mine"].node == 1 and len(programs) == 2
+
+
+def test_a_file_of_somebody_else_is_not_replaced(tmp_path: Path, programs: list[dict[str, Any]]) -> None:
+    (tmp_path / "mine.yaml").write_text("h100: {}\n")
+    assert machine.main(arguments(tmp_path)) == 2 and (tmp_path / "mine.yaml").read_text() == "h100: {}\n"
+    assert programs == []
+
+
+@pytest.mark.parametrize("changes", [{"name": "A b"}, {"num_gpus": 0}, {"seconds": 0.0}, {"disk": Path("none")}])
+def test_bad_flags_are_refused(changes: dict[str, Any], tmp_path: Path, programs: list[dict[str, Any]]) -> None:
+    assert machine.main(arguments(tmp_path, **changes)) == 2
+    assert programs == [] and not list(tmp_path.iterdir())
+
+
+def test_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(error: Exception) -> None:
+        raise error
+
+    assert exit_code(lambda: None) == 0
+    assert exit_code(lambda: fail(ChildError("child"))) == 1
+    assert exit_code(lambda: fail(ValueError("value"))) == exit_code(lambda: fail(OSError("file"))) == 2
+    assert capsys.readouterr().err == "rlhf bench: child\nrlhf bench: value\nrlhf bench: file\n"

@@ -14,6 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rlhf.data.dataset import TokenDataset, build_dataset
 from rlhf.data.template import load_template
 from rlhf.engine import NonFiniteError
+from rlhf.plan import flops
+from rlhf.plan.shapes import find_shape
 from rlhf.run import Run
 from step1_sft.config import SFTConfig
 from step1_sft.train import train
@@ -69,10 +71,21 @@ def naive_loss(cfg: SFTConfig, model_dir: Path, *, part: str, loss_on: str = "re
 def test_overfits_eight_rows(rows: Path, tmp_path: Path) -> None:
     """Learning: 8 rows are known by heart, the stop token among them."""
     few = write_rows(tmp_path / "few.jsonl", yes_rows(8))
-    train(sft_config(tmp_path / "sft", few, max_steps=50, optim__lr=1e-2, data__split__eval=0.0))
+    cfg = sft_config(tmp_path / "sft", few, max_steps=50, optim__lr=1e-2, data__split__eval=0.0)
+    train(cfg)
     losses = series(tmp_path / "sft", "train/loss")
     assert losses[0] > 3 and losses[-1] < 0.1
     assert series(tmp_path / "sft", "train/token_accuracy")[-1] > 0.97
+    # Each of the 50 steps trains on all rows: what they need is counted to the last target.
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "sft/model")
+    template = load_template("auto", tokenizer)
+    data: TokenDataset = build_dataset(cfg.data, stage="sft", part="train", template=template, tokenizer=tokenizer)
+    rows_of_step = [data[i] for i in range(len(data))]
+    targets = sum(int(row.loss_mask[1:].sum()) for row in rows_of_step)
+    needed = flops.update(
+        find_shape(str(tmp_path / "sft/model")), [len(row.token_ids) for row in rows_of_step], targets=targets
+    )
+    assert len(rows_of_step) == 8 and result(tmp_path / "sft")["model_flops"] == pytest.approx(50 * needed)
 
 
 def test_evaluation_equals_a_naive_loop(rows: Path, tmp_path: Path) -> None:

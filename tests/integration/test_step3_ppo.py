@@ -15,6 +15,8 @@ from transformers.models.opt.modeling_opt import OPTDecoderLayer
 from rlhf.artifacts import ArtifactError, read_manifest
 from rlhf.config import TokenizerConfig
 from rlhf.engine import NonFiniteError, TrainEngine
+from rlhf.plan import flops
+from rlhf.plan.shapes import find_shape
 from rlhf.rollout import answers
 from rlhf.rollout import weights as lending
 from rlhf.rollout.selfcheck import SelfCheck
@@ -367,6 +369,18 @@ def test_records_of_a_run(models: Models, tmp_path: Path) -> None:
     assert weights(tmp_path / "ppo/critic")["score.weight"].shape == (1, 32)
     assert "score.weight" not in weights(tmp_path / "ppo/model")
     assert read_manifest(tmp_path / "ppo/model").contract == read_manifest(models.actor).contract
+
+
+def test_flops_of_all_phases_are_counted(models: Models, tmp_path: Path, experiences: list[Experience]) -> None:
+    """Of each response drawn: rollout, three forwards, two models trained in each of three epochs."""
+    train(models.config(tmp_path / "ppo", max_steps=2, update__epochs=3, **NO_EVAL))
+    policy, scorer = (find_shape(str(tmp_path / "ppo" / name)) for name in ("model", "critic"))
+    needed = sum(
+        flops.ppo_row(policy, scorer, len(sequence.prompt_ids), len(sequence.response_ids), epochs=3)
+        for experience in experiences
+        for sequence in experience.sequences
+    )
+    assert len(experiences) == 2 and result(tmp_path / "ppo")["model_flops"] == pytest.approx(needed)
 
 
 def test_shaping_reaches_the_rewards(models: Models, tmp_path: Path, experiences: list[Experience]) -> None:

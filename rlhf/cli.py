@@ -357,9 +357,17 @@ def _bench(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
 
         return bench_peers(arguments)
     if arguments.bench_command == "machine":
+        import os
+
+        from launch.command import source_root, stage_environment
+        from launch.placement import accelerator_visible
         from rlhf.bench.machine import main as bench_machine
 
-        return bench_machine(arguments)
+        visible = accelerator_visible(os.environ)
+        return bench_machine(
+            arguments,
+            stage_environment(os.environ, {}, accelerator_visible=visible, source_root=source_root()),
+        )
     if arguments.bench_command == "compare":
         from rlhf.bench.compare import main as compare
 

@@ -26,19 +26,25 @@ _FIELDS = ("products", "attention", "pointwise", "optimizer_gb_s", "update_layer
            "score_layer", "score_pass", "decode_layer", "decode_token", "draw_logit", "process_gb", "disk")  # fmt: skip
 
 
-def main(arguments: argparse.Namespace) -> int:
-    """Measure; 0, 1 if a program failed, 2 if something cannot be used."""
-    return exit_code(lambda: _run(arguments))
+def main(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
+    """Measure; 0, 1 if a program failed, 2 if something cannot be used.
+
+    Args:
+        arguments: of the command line.
+        environment: that a stage's ranks would be started with: the number of threads decides what they measure.
+    """
+    return exit_code(lambda: _run(arguments, environment))
 
 
-def _run(arguments: argparse.Namespace) -> None:
+def _run(arguments: argparse.Namespace, environment: Mapping[str, str]) -> None:
     check(arguments)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    found = measure(arguments)
-    part = arguments.out.with_name(f".{arguments.out.name}.part")
-    part.write_text(as_yaml(arguments.name, found), encoding="utf-8")
-    load_devices(part)
-    part.replace(arguments.out)
+    found = measure(arguments, environment)
+    with tempfile.TemporaryDirectory(dir=arguments.out.parent) as folder:
+        part = Path(folder) / arguments.out.name
+        part.write_text(as_yaml(arguments.name, found), encoding="utf-8")
+        load_devices(part)
+        part.replace(arguments.out)
     show(arguments.name, found)
     sys.stdout.write(f"written to {arguments.out}; plan with it: rlhf plan --hardware {arguments.out} "
                      f"--gpu {arguments.name} --recipe ...\n")  # fmt: skip
@@ -62,28 +68,39 @@ def check(arguments: argparse.Namespace) -> None:
         raise ValueError(f"--out {arguments.out} holds something that this command did not write. Name another file.")
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+def measure(arguments: argparse.Namespace, environment: Mapping[str, str]) -> dict[str, Any]:
     """Run the programs and bring together what they found."""
     ranks, log = arguments.num_gpus, arguments.out.with_suffix(".log").resolve()
     sys.stdout.write(f"measuring {ranks} ranks; log in {log}\n")
     sys.stdout.flush()
     with tempfile.TemporaryDirectory() as folder:
-        part = Path(folder) / "found.json"
-        argv = [*launch(sys.executable, "rlhf.bench.probe", ranks=ranks, launcher="deepspeed"), "--out", str(part),
-                "--seconds", str(arguments.seconds)]  # fmt: skip
-        argv += ["--disk", str(arguments.disk.resolve())] if arguments.disk is not None else []
-        environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
-        run_child(argv, environment=environment, log=log, timeout=arguments.timeout)
-        found: dict[str, Any] = json.loads(part.read_text(encoding="utf-8"))
+        wanted = ["--disk", str(arguments.disk.resolve())] if arguments.disk is not None else []
+
+        def probe(ranks: int, *flags: str) -> dict[str, Any]:
+            part = Path(folder) / "found.json"
+            argv = [*launch(sys.executable, "rlhf.bench.probe", ranks=ranks, launcher="deepspeed"), "--out", str(part),
+                    "--seconds", str(arguments.seconds), *flags]  # fmt: skip
+            run_child(argv, environment=environment, log=log, timeout=arguments.timeout)
+            found: dict[str, Any] = json.loads(part.read_text(encoding="utf-8"))
+            return found
+
+        # ZeRO-3 on one rank has its hooks and nothing to wait for.
+        alone = probe(1, "--gather") if ranks > 1 else {"gather_layer": {}}
+        found = probe(ranks, *wanted)
+        found["gather_layer"] |= alone["gather_layer"]
         large = _LARGE_CPU if found["on_cpu"] else _LARGE
-        collectives = _collectives(ranks, large, Path(folder), arguments.timeout) if ranks > 1 else {}
+        collectives = _collectives(ranks, large, Path(folder), environment, arguments.timeout) if ranks > 1 else {}
     return {**found, "ranks": ranks, "collectives": collectives}
 
 
-def _collectives(ranks: int, large: int, work: Path, timeout: float) -> dict[str, dict[str, float]]:
+def _collectives(
+    ranks: int, large: int, work: Path, environment: Mapping[str, str], timeout: float
+) -> dict[str, dict[str, float]]:
     """Latency and rate of groups of 2, 4, 8 ... and all ranks, by an all-gather of next to nothing and a large one."""
     sizes = sorted({ranks, *(2**i for i in range(1, ranks.bit_length()))})
-    small_seconds, large_seconds = (_gather_seconds(sizes, ranks, size, work, timeout) for size in (_SMALL, large))
+    small_seconds, large_seconds = (
+        _gather_seconds(sizes, ranks, size, work, environment, timeout) for size in (_SMALL, large)
+    )
     found = {}
     for size in sizes:
         latency, whole = small_seconds[size], large_seconds[size]
@@ -92,14 +109,16 @@ def _collectives(ranks: int, large: int, work: Path, timeout: float) -> dict[str
     return found
 
 
-def _gather_seconds(sizes: list[int], ranks: int, num_bytes: int, work: Path, timeout: float) -> dict[int, float]:
+def _gather_seconds(
+    sizes: list[int], ranks: int, num_bytes: int, work: Path, environment: Mapping[str, str], timeout: float
+) -> dict[int, float]:
     config, log = work / "links.json", work / "links.log"
     config.write_text(json.dumps({
         "host_of": list(range(ranks)), "rounds": [[list(range(size))] for size in sizes], "num_bytes": num_bytes,
         "limit_seconds": _LINK_SECONDS,
     }), encoding="utf-8")  # fmt: skip
     argv = launch(sys.executable, "rlhf.links", ranks=ranks, launcher="deepspeed")
-    run_child([*argv, "--config", str(config)], environment=os.environ, log=log, timeout=timeout)
+    run_child([*argv, "--config", str(config)], environment=environment, log=log, timeout=timeout)
     found: dict[int, float] = {}
     for line in log.read_text(encoding="utf-8").splitlines():
         _, mark, text = line.partition("RLHF-LINK ")
@@ -154,8 +173,10 @@ def show(name: str, found: Mapping[str, Any]) -> None:
     rows = [("copy", f"{found['bandwidth_gb_s']:.1f} GB/s"),
             *((f"pointwise operations, width {width:g}", f"{rate:.1f} GB/s") for width, rate in found["pointwise"]),
             ("optimiser", f"{found['optimizer_gb_s']:.1f} GB/s")]  # fmt: skip
-    for key, what in (("update_layer", "a layer's update"), ("gather_layer", "gathering it (ZeRO-3)"),
-                      ("score_layer", "its forward pass"), ("decode_layer", "its decoding step")):  # fmt: skip
+    for size, value in sorted(found["gather_layer"].items()):
+        rows.append((f"what ZeRO-3 on {size} ranks adds to a layer's update", f"{value * 1e6:,.0f} us"))
+    for key, what in (("update_layer", "a layer's update"), ("score_layer", "its forward pass"),
+                      ("decode_layer", "its decoding step")):  # fmt: skip
         rows.append((f"{what}, beside computing", f"{found[key] * 1e6:,.0f} us"))
     for size, entry in found["collectives"].items():
         rows.append((f"all-gather of {size} ranks", f"{entry['latency'] * 1e6:,.0f} us + {entry['gb_s']:.2f} GB/s"))

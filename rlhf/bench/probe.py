@@ -69,10 +69,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=0.3)
     parser.add_argument("--disk", type=Path)
+    parser.add_argument("--gather", action="store_true", help="only what ZeRO-3 adds to a layer")
     arguments = parser.parse_args(argv)
     setup()
     process_gb = _process_bytes() / 1e9
-    found = {**measure(arguments.seconds), "process_gb": process_gb}
+    tiny = TinyTimes(Timer(arguments.seconds))
+    found: dict[str, Any] = {"gather_layer": {str(world_size()): tiny.gather_seconds()}}
+    if not arguments.gather:
+        found |= {**measure(arguments.seconds), "process_gb": process_gb}
     if is_main():
         found["disk"] = measure_disk(arguments.disk) if arguments.disk is not None else {}
         artifacts.write_json(arguments.out, found)
@@ -201,17 +205,19 @@ class TinyTimes:
     def measure(self) -> dict[str, float]:
         """The fields of `Measured` that are seconds. Collective."""
         update_layer, update_step = self._line(lambda layers: self._update_seconds(layers, [_TINY_TOKENS], zero=0))
-        # What ZeRO-3 does to a layer grows with its tokens too: they pass through its hooks.
-        whole, _ = self._line(lambda layers: self._update_seconds(layers, [64] * 16, zero=0))
-        sharded, _ = self._line(lambda layers: self._update_seconds(layers, [64] * 16, zero=3))
         score_layer, score_pass = self._line(self._score_seconds)
         decode_layer, decode_token = self._line(self._decode_seconds)
         return {
             "update_layer": update_layer, "update_step": update_step,
-            "gather_layer": max(0.0, sharded - whole),
             "score_layer": score_layer, "score_pass": score_pass,
             "decode_layer": decode_layer, "decode_token": decode_token,
         }  # fmt: skip
+
+    def gather_seconds(self) -> float:
+        """What ZeRO-3 adds to a layer's update, whose tokens pass through its hooks. Collective."""
+        whole, _ = self._line(lambda layers: self._update_seconds(layers, [64] * 16, zero=0))
+        sharded, _ = self._line(lambda layers: self._update_seconds(layers, [64] * 16, zero=3))
+        return max(1e-6, sharded - whole)
 
     def _line(self, seconds_of: Callable[[int], float]) -> tuple[float, float]:
         """(slope, intercept) over the layers, neither below a microsecond."""
@@ -263,7 +269,7 @@ def measure_wide(dtype: str, found: dict[str, Any], timer: Timer) -> dict[str, A
     on_cpu = device_type() == "cpu"
     measured = Measured(**{key: found[key] for key in (
         "products", "attention", "update_layer", "update_step", "score_layer", "score_pass", "decode_layer",
-        "decode_token", "draw_logit", "gather_layer")}, process_gb=1.0, pointwise=[], optimizer_gb_s=1.0)  # fmt: skip
+        "decode_token", "draw_logit")}, gather_layer={}, process_gb=1.0, pointwise=[], optimizer_gb_s=1.0)  # fmt: skip
     pointwise = []
     stack = replace(OURS, states=FP32 if dtype == "fp32" else MIXED)
     # (hidden, mean length, sequences)
@@ -277,12 +283,17 @@ def measure_wide(dtype: str, found: dict[str, Any], timer: Timer) -> dict[str, A
             updates.append(step_seconds(engine, batch))
             weights.append(shape_of(config).parameters)
         layer = (times[1] - times[0]) / (WIDE[1] - WIDE[0])
+        if layer <= 0 or updates[1] <= updates[0]:
+            raise RuntimeError(
+                f"{WIDE[1]} layers of width {hidden} took less time than {WIDE[0]}: other work on this machine hides "
+                "what is measured. Run it again when the machine is quiet, or with a longer --seconds."
+            )
         shape = replace(shape_of(config), layers=1)
         layout = Layout(gpus=1, length=length, micro_batch=sequences, dtype=dtype)
         # Where pointwise operations cost next to nothing, noise could take it all.
         left = max(layer - _known_seconds(measured, shape, layout), 0.02 * layer)
         pointwise.append([hidden, pointwise_bytes(shape, layout, OURS) * (1 + BACKWARD_BYTES) / left / 1e9])
-        update = max(1e-12, (updates[1] - updates[0]) / (weights[1] - weights[0]))
+        update = (updates[1] - updates[0]) / (weights[1] - weights[0])
     return {"pointwise": pointwise, "optimizer_gb_s": optimizer_bytes(1, stack) / update / 1e9}
 
 

@@ -38,8 +38,8 @@ class Measured:
     """Seconds of a layer's forward and backward pass in a micro-batch that is too small to compute anything."""
     update_step: float
     """Seconds of such an update that do not depend on its layers."""
-    gather_layer: float
-    """Seconds that ZeRO-3 adds to a layer of it."""
+    gather_layer: Mapping[str, float]
+    """Ranks -> seconds that ZeRO-3 over them adds to a layer's update, its messages included."""
     score_layer: float
     """Seconds of a layer's forward pass without gradients, of next to nothing."""
     score_pass: float
@@ -83,16 +83,22 @@ class Measured:
 
     def collective(self, ranks: int) -> Collective | None:
         """Of a group within the machine: the measured one that is nearest in size; None if none was measured."""
-        if not self.collectives:
-            return None
-        nearest = min(self.collectives, key=lambda size: abs(math.log(int(size) / ranks)))
-        return self.collectives[nearest]
+        return self.collectives[_nearest_size(self.collectives, ranks)] if self.collectives else None
+
+    def gather_seconds(self, ranks: int) -> float:
+        """Seconds that ZeRO-3 over so many ranks adds to a layer's update."""
+        return self.gather_layer[_nearest_size(self.gather_layer, ranks)]
 
     @staticmethod
     def _rows(table: Mapping[str, Sequence[Sequence[float]]], dtype: str) -> Sequence[Sequence[float]]:
         if dtype not in table:
             raise ValueError(f"{dtype} was not measured on this machine; {', '.join(table)} was.")
         return table[dtype]
+
+
+def _nearest_size(by_ranks: Mapping[str, Any], ranks: int) -> str:
+    """The measured number of ranks that is nearest in ratio."""
+    return min(by_ranks, key=lambda size: abs(math.log(int(size) / ranks)))
 
 
 def _nearest(rows: Sequence[tuple[Sequence[float], float]], point: Sequence[float]) -> float:
@@ -117,14 +123,16 @@ def from_mapping(raw: Any, source: str) -> Measured:
         unknown = sorted(set(raw) - {f.name for f in fields(Measured)})
         if unknown:
             raise ValueError(f"{unknown[0]} is not a setting")
-        made = Measured(**{**raw, "collectives": {str(n): Collective(**c) for n, c in raw["collectives"].items()}})
+        collectives = {str(ranks): Collective(**c) for ranks, c in raw["collectives"].items()}
+        gather_layer = {str(ranks): seconds for ranks, seconds in raw["gather_layer"].items()}
+        made = Measured(**{**raw, "collectives": collectives, "gather_layer": gather_layer})
         widths = ((made.products, 5), (made.attention, 3), ({"": made.pointwise}, 2))
         numbers = [x for table, width in widths for rows in table.values() for row in rows
                    for x in (row if len(row) == width else [0.0])]  # fmt: skip
         numbers += [getattr(made, name) for name in _ABOVE_ZERO]
         numbers += [x for c in made.collectives.values() for x in (c.latency, c.gb_s)] + list(made.disk.values())
-        gather = made.gather_layer
-        if not all(isinstance(x, int | float) and 0 < x < math.inf for x in (*numbers, 1 if gather == 0 else gather)):
+        numbers += [*made.gather_layer.values(), *map(int, made.gather_layer), *map(int, made.collectives)]
+        if not made.gather_layer or not all(isinstance(x, int | float) and 0 < x < math.inf for x in numbers):
             raise ValueError("a rate or time is not a number above 0, or a row is too short")
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise ValueError(

@@ -54,6 +54,8 @@ def predict(record: Record, devices: Mapping[str, Device]) -> Prediction:
         raise ValueError("not a number")
     case = find_case(record, devices)
     kind, value = _value(record, case, devices)
+    if value <= 0:
+        raise ValueError("it takes no time in this layout")
     system = case[0]
     return Prediction(
         record=record, group=system.group, kind=kind, fitted=kind in system.fitted,

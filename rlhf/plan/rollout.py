@@ -56,7 +56,7 @@ def gather(shape: Shape, layout: Layout, device: Device) -> float:
     tensors = shape.layers * GATHER_TENSORS
     size = 2.0 * shape.parameters / layout.tensor
     if device.measured is not None:
-        host = shape.layers * gather_host(device, OURS)
+        host = shape.layers * gather_host(device, layout, OURS)
         return all_gather(data_group(layout, device), size, messages=shape.layers) + host
     moved = all_gather(data_group(layout, device), size, messages=tensors)
     return moved + tensors * GATHER_HOST * device.host_scale
@@ -68,7 +68,7 @@ def gather_layers(shape: Shape, layout: Layout, device: Device) -> float:
         return 0.0
     size = 2.0 * shape.parameters / layout.tensor
     moved = all_gather(data_group(layout, device), size, messages=shape.layers)
-    return moved + shape.layers * gather_host(device, OURS)
+    return moved + shape.layers * gather_host(device, layout, OURS)
 
 
 def rollout(shape: Shape, layout: Layout, device: Device, work: Work, *, host: float = DECODE_HOST) -> Rollout:
@@ -115,7 +115,7 @@ def score(shape: Shape, layout: Layout, device: Device, rows: int, *, stack: Sta
     one = layers.layer(shape, replace(layout, recompute="none", lora=0), device, stack)
     stack = stack_on(device, stack)
     host = one.host if device.measured is None else device.measured.score_layer
-    host += (layout.zero == 3) * gather_host(device, stack)
+    host += (layout.zero == 3) * gather_host(device, layout, stack)
     computing = shape.layers * (one.forward + host if device.is_serial else max(one.forward, host))
     computing += 0.0 if device.measured is None else device.measured.score_pass
     if head:

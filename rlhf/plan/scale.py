@@ -6,7 +6,7 @@ from statistics import NormalDist
 from typing import Any, Literal
 
 from rlhf.plan.layout import Layout
-from rlhf.plan.setting import Policy, Setting, Training
+from rlhf.plan.setting import Policy, Setting, Training, with_batch
 from rlhf.plan.steps import StepPlan, plan_step
 
 Kind = Literal["weak", "strong"]
@@ -150,9 +150,7 @@ def at_size(setting: Setting, gpus: int, kind: Kind) -> Setting:
 def _spread(layout: Layout, gpus: int, kind: Kind) -> Layout:
     if kind == "weak":
         return replace(layout, gpus=gpus)
-    batch, data = layout.global_batch, replace(layout, gpus=gpus).data
-    micro = min(layout.micro_batch, max(1, batch // data))
-    return replace(layout, gpus=gpus, micro_batch=micro, accumulation=max(1, round(batch / (data * micro))))
+    return with_batch(replace(layout, gpus=gpus), layout.global_batch)
 
 
 def as_json(setting: Setting, found: Sequence[Curve]) -> dict[str, Any]:

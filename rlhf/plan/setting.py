@@ -132,8 +132,9 @@ def from_models(actor: str, reward: str, device: Device, gpus: int, choices: Cho
 
 
 def with_batch(layout: Layout, sequences: int) -> Layout:
-    """The layout with as many micro-batches as make about `sequences` an update, one at least."""
-    return replace(layout, accumulation=max(1, round(sequences / (layout.data * layout.micro_batch))))
+    """The layout with about `sequences` an update: smaller micro-batches where ranks have fewer, one at least."""
+    micro = min(layout.micro_batch, max(1, sequences // layout.data))
+    return replace(layout, micro_batch=micro, accumulation=max(1, round(sequences / (layout.data * micro))))
 
 
 FED = "fed"

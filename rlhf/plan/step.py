@@ -61,7 +61,9 @@ def step(shape: Shape, layout: Layout, device: Device, stack: Stack = OURS, *, w
     host = one.host * layers.HOST_PASSES[layout.recompute]
     waiting = count * host
     if layout.zero == 3:
-        waiting += (count + OUTSIDE * (device.measured is not None)) * gather_host(device, stack) * stack.gathers
+        waiting += (
+            (count + OUTSIDE * (device.measured is not None)) * gather_host(device, layout, stack) * stack.gathers
+        )
     idle = waiting if device.is_serial else max(0.0, waiting - busy)
     gather = _zero3(shape, layout, device, stack, busy + idle)
     micro = busy + idle + gather
@@ -86,10 +88,10 @@ def stack_on(device: Device, stack: Stack) -> Stack:
     return replace(stack, overlap=0.0, gradient_overlap=False, gather_overlap=False, tensor_overlap=0.0)
 
 
-def gather_host(device: Device, stack: Stack) -> float:
+def gather_host(device: Device, layout: Layout, stack: Stack) -> float:
     """Seconds of the processor to gather one layer once under ZeRO-3."""
     if device.measured is not None:
-        return device.measured.gather_layer / stack.gathers
+        return device.measured.gather_seconds(layout.shards) / stack.gathers
     return stack.gather_messages * layers.HOST_GATHER * device.host_scale
 
 

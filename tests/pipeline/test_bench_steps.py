@@ -35,7 +35,10 @@ def test_the_machine_is_one_that_a_plan_can_be_made_for(hardware: Path) -> None:
     device = load_devices(hardware)["mine"]
     assert device.node == 2 and device.is_serial and device.measured is not None
     assert device.peak("fp32") > 1e9 and set(device.measured.collectives) == {"2"}
-    assert device.measured.gather_layer > device.measured.update_layer, "ZeRO-3's hooks cost more than a tiny layer"
+    assert set(device.measured.gather_layer) == {"1", "2"}
+    assert device.measured.gather_seconds(1) > device.measured.update_layer, (
+        "ZeRO-3's hooks cost more than a tiny layer"
+    )
     done = rlhf("plan", "--recipe", "tiny_cpu", "--hardware", str(hardware), "--gpu", "mine")
     assert done.returncode == 0, done.stderr
 

@@ -15,7 +15,8 @@ from rlhf.plan.hardware import load_devices
 FOUND = {
     "on_cpu": True, "hardware": "A processor", "peak_tflops": {"fp32": 0.1}, "memory_gb": 8.0, "bandwidth_gb_s": 10.0,
     "products": {"fp32": [[8, 8, 8, 0.123456, 0.05]]}, "attention": {"fp32": [[32, 0.5, 0.25]]},
-    "pointwise": [[64, 2.0]], "optimizer_gb_s": 3.0, "update_layer": 1e-3, "update_step": 2e-3, "gather_layer": 5e-3,
+    "pointwise": [[64, 2.0]], "optimizer_gb_s": 3.0, "update_layer": 1e-3, "update_step": 2e-3,
+    "gather_layer": {"4": 5e-3},
     "score_layer": 1e-4, "score_pass": 2e-4, "decode_layer": 3e-4, "decode_token": 4e-4, "draw_logit": 1e-9,
     "process_gb": 0.4, "disk": {"write_gb_s": 1.0, "read_gb_s": 2.0},
 }  # fmt: skip
@@ -38,9 +39,13 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Both programs: a gather of nothing takes 1 ms, a large one 1 ms and a second for each 10^9 bytes past a rank."""
     asked: list[dict[str, Any]] = []
 
-    def run(argv: Sequence[str], *, log: Path, **_: Any) -> None:
+    def run(argv: Sequence[str], *, log: Path, environment: dict[str, str], **_: Any) -> None:
+        assert environment == {"OMP_NUM_THREADS": "1"}
         if "rlhf.bench.probe" in argv:
-            Path(argv[argv.index("--out") + 1]).write_text(json.dumps(FOUND))
+            alone = "--gather" in argv
+            Path(argv[argv.index("--out") + 1]).write_text(
+                json.dumps({"gather_layer": {"1": 1e-3}} if alone else FOUND)
+            )
             return
         config = json.loads(Path(argv[argv.index("--config") + 1]).read_text())
         asked.append(config)
@@ -58,9 +63,10 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 def test_a_device_is_written_that_a_plan_reads(
     tmp_path: Path, programs: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert machine.main(arguments(tmp_path)) == 0
+    assert machine.main(arguments(tmp_path), {"OMP_NUM_THREADS": "1"}) == 0
     device = load_devices(tmp_path / "mine.yaml")["mine"]
     assert device.is_serial and device.node == 4 and device.measured is not None
+    assert device.measured.gather_layer == {"1": 1e-3, "4": 5e-3}
     assert device.measured.products["fp32"] == [[8, 8, 8, 0.1235, 0.05]] and device.measured.disk["read_gb_s"] == 2.0
     for size in ("2", "4"):
         assert device.measured.collectives[size].latency == 1e-3
@@ -69,19 +75,22 @@ def test_a_device_is_written_that_a_plan_reads(
     assert [config["rounds"] for config in programs] == [[[[0, 1]], [[0, 1, 2, 3]]]] * 2
     out = capsys.readouterr().out
     assert "all-gather of 4 ranks" in out and "0.123 / 0.05" in out and "disk, write" in out
-    assert machine.main(arguments(tmp_path, num_gpus=1)) == 0, "its own file may be replaced"
+    assert machine.main(arguments(tmp_path, num_gpus=1), {"OMP_NUM_THREADS": "1"}) == 0, "its own file may be replaced"
     assert load_devices(tmp_path / "mine.yaml")["mine"].node == 1 and len(programs) == 2
 
 
 def test_a_file_of_somebody_else_is_not_replaced(tmp_path: Path, programs: list[dict[str, Any]]) -> None:
     (tmp_path / "mine.yaml").write_text("h100: {}\n")
-    assert machine.main(arguments(tmp_path)) == 2 and (tmp_path / "mine.yaml").read_text() == "h100: {}\n"
+    assert (
+        machine.main(arguments(tmp_path), {"OMP_NUM_THREADS": "1"}) == 2
+        and (tmp_path / "mine.yaml").read_text() == "h100: {}\n"
+    )
     assert programs == []
 
 
 @pytest.mark.parametrize("changes", [{"name": "A b"}, {"num_gpus": 0}, {"seconds": 0.0}, {"disk": Path("none")}])
 def test_bad_flags_are_refused(changes: dict[str, Any], tmp_path: Path, programs: list[dict[str, Any]]) -> None:
-    assert machine.main(arguments(tmp_path, **changes)) == 2
+    assert machine.main(arguments(tmp_path, **changes), {}) == 2
     assert programs == [] and not list(tmp_path.iterdir())
 
 

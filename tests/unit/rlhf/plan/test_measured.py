@@ -29,7 +29,7 @@ def measured(**changes: Any) -> Measured:
     values: dict[str, Any] = {
         "products": {"fp32": [[64, 64, 64, 1.0, 0.5]]}, "attention": {"fp32": [[32, 0.5, 0.25]]},
         "pointwise": [[64, 1e9]], "optimizer_gb_s": 1e9, "update_layer": 0.01, "update_step": 0.1,
-        "gather_layer": 0.0, "score_layer": 0.001,
+        "gather_layer": {"1": 1e-9}, "score_layer": 0.001,
         "score_pass": 0.002, "decode_layer": 0.003, "decode_token": 0.004,
         "draw_logit": 1e-6, "process_gb": 0.5,
     }  # fmt: skip
@@ -87,7 +87,7 @@ def test_a_decoding_step_adds_up(make_device: Any) -> None:
 
 def test_zero3_adds_its_hooks_and_what_is_gathered(make_device: Any) -> None:
     """Two layers and the half that is outside of them, 0.2 s each; two gathers of 4 bytes a weight and a scatter."""
-    found = measured(gather_layer=0.2, collectives={"2": Collective(latency=1e-3, gb_s=1e-3)})
+    found = measured(gather_layer={"1": 0.1, "2": 0.2}, collectives={"2": Collective(latency=1e-3, gb_s=1e-3)})
     device = make_device(architecture="cpu", peak_tflops={"fp32": 1.0}, measured=found, bandwidth_gb_s=1e12)
     plain = step(SHAPE, Layout(gpus=2, length=32, zero=0, dtype="fp32"), device)
     sharded = step(SHAPE, Layout(gpus=2, length=32, zero=3, dtype="fp32"), device)
@@ -128,7 +128,7 @@ def test_nothing_hides_the_sum_of_gradients_on_a_processor(make_device: Any) -> 
 
 def test_gathering_for_a_rollout_takes_its_hooks_and_its_bytes(make_device: Any) -> None:
     """Half of what ZeRO-3 adds to an update, for two layers; 2 bytes a weight, half of them from the other rank."""
-    found = measured(gather_layer=0.2, collectives={"2": Collective(latency=1e-3, gb_s=1e-3)})
+    found = measured(gather_layer={"1": 0.1, "2": 0.2}, collectives={"2": Collective(latency=1e-3, gb_s=1e-3)})
     device = make_device(architecture="cpu", peak_tflops={"fp32": 1.0}, measured=found)
     seconds = gather(SHAPE, Layout(gpus=2, length=32, zero=3, dtype="fp32"), device)
     assert seconds == pytest.approx(2 * 0.1 + 2 * 1e-3 + 2 * SHAPE.parameters / 2 / 1e6)
@@ -162,6 +162,7 @@ def test_collectives_of_a_machine_are_the_measured_ones(make_device: Any) -> Non
 def as_yaml(tmp_path: Path, **changes: Any) -> Path:
     section = {key: value for key, value in vars(measured()).items() if key != "collectives"}
     section["collectives"] = {"2": {"latency": 1e-3, "gb_s": 1.0}}
+    section["gather_layer"] = {1: 0.5, 4: 0.6}
     section["products"] = {"fp32": [list(row) for row in measured().products["fp32"]]}
     entry = {
         "architecture": "cpu", "cores": 2, "peak_tflops": {"fp32": 1.0}, "memory_gb": 8, "bandwidth_gb_s": 10,
@@ -177,13 +178,14 @@ def test_a_file_gives_back_what_was_measured(tmp_path: Path) -> None:
     assert device.is_serial and device.measured is not None
     assert device.measured.collectives["2"] == Collective(latency=1e-3, gb_s=1.0)
     assert device.measured.product("fp32", 64, 64, 64) == 2 * 64**3 / 1e12
+    assert [device.measured.gather_seconds(ranks) for ranks in (1, 3, 8)] == [0.5, 0.6, 0.6]
 
 
 @pytest.mark.parametrize(
     "changes",
     [{"decode_layer": 0.0}, {"nonsense": 1}, {"products": {"fp32": [[1, 2, 3]]}}, {"attention": 7},
      {"collectives": {"2": {"latency": 1.0}}}, {"collectives": {"2": {"latency": 0.0, "gb_s": 1.0}}},
-     {"gather_layer": -1.0}, {"gather_layer": float("nan")}, {"disk": {"read_gb_s": "x"}},
+     {"gather_layer": {1: -1.0}}, {"gather_layer": {}}, {"gather_layer": {0: 1.0}}, {"disk": {"read_gb_s": "x"}},
      {"update_step": float("nan")}, {"score_pass": "fast"}],
 )  # fmt: skip
 def test_a_broken_section_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:

@@ -189,3 +189,12 @@ def test_adapters_need_fewer_flops_in_step_3_too() -> None:
     row = flops.ppo_row(MODELS["opt-13b"], MODELS["opt-350m"], 256, 256, lora=8)
     assert plan.model_flops == pytest.approx(plan.rows * row)
     assert plan.model_flops < 0.9 * plan_step(setting(), 3).model_flops
+
+
+def test_ranks_with_fewer_rows_than_a_micro_batch_take_smaller_ones() -> None:
+    """64 rows on 32 ranks are 2 each, whatever fits; on 128 ranks one each, which is the least a rank can do."""
+    few = setting(gpus=32, micro_batch=4, global_batch=64).sft.layout
+    assert (few.micro_batch, few.accumulation, few.global_batch) == (2, 1, 64)
+    assert setting(gpus=128, micro_batch=4, global_batch=64).sft.layout.global_batch == 128
+    whole = setting(gpus=8, micro_batch=4, global_batch=64).sft.layout
+    assert (whole.micro_batch, whole.accumulation) == (4, 2)

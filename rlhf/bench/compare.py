@@ -2,6 +2,7 @@
 
 import argparse
 import random
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -140,7 +141,7 @@ def _panel(axes: "Axes", *, c: Comparison) -> None:
                  yerr=[[max(0.0, middle - low)], [max(0.0, high - middle)]])  # fmt: skip
         axes.annotate(f"{middle:,.0f}", (place, max(high, middle)), ha="center", va="bottom", color=INK, fontsize=8,
                       xytext=(0, 3), textcoords="offset points")  # fmt: skip
-    axes.set_xticks([0, 1], [_short(c.first), _short(c.second)])
+    axes.set_xticks([0, 1], [textwrap.fill(_short(result), 20) for result in (c.first, c.second)])
     axes.set_title(f"{NAMES[c.first.number]}: {c.ratio:.2f} x", loc="left", fontsize=9, color=INK)
     axes.set_ylabel("tokens/s a device")
     axes.set_ylim(0, axes.get_ylim()[1] * 1.12)

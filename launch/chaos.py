@@ -10,6 +10,7 @@ import json
 import os
 import random
 import shlex
+import statistics
 import subprocess
 import sys
 import time
@@ -71,7 +72,7 @@ class Kill:
     fraction: float
     """Where in the stage's steps, or of the start-up, from 0 to 1."""
     delay: float
-    """Seconds from the beginning of that step or save."""
+    """From there: in steps after a step, in seconds inside a save or the start-up."""
     happened: str = "not reached"
     killed: str = "-"
     resumed: str = "-"
@@ -240,7 +241,7 @@ def _under_fire(
             if code:
                 raise StudyError(f"{out}: exit code {code}, although nothing was killed:\n{text[-3000:]}")
             if kill is not None:
-                kill.happened = "not reached: the stage was faster"
+                kill.happened = "not reached: the run was faster"
                 study.problems.append(f"{out}: a kill in {kill.stage} was not reached")
             continue
         resume = True
@@ -250,17 +251,19 @@ def _under_fire(
 
 
 def _strike(kill: Kill, stage: Stage, attempt: _Attempt) -> None:
-    """Wait for the planned moment and end the planned process, unless the run ends before."""
-    steps = _num_steps(stage, attempt)
-    for moment in _moments(kill, stage, attempt, steps):
-        if moment:
-            time.sleep(kill.delay)
+    """End the planned process at the planned moment, or any process at the stage's end if that was faster."""
+    num_steps, step_seconds = _pace(stage, attempt)
+    seconds = kill.delay * (step_seconds if kill.moment == "step" else 1.0)
+    for moment in _moments(kill, stage, attempt, num_steps):
+        ended = read_result(stage.out_dir) is not None
+        if moment or ended:
+            time.sleep(0.0 if ended else seconds)
             victims = find(attempt.mark)
-            victim = _choose(kill, victims)
-            where = _where(stage, attempt, kill)
+            victim = _choose(kill, victims) or (victims[0] if ended and victims else None)
+            where = _where(stage, attempt, kill, seconds)
             if victim is not None and end_process(victim):
                 kill.happened, kill.killed = where, victim.name
-            return
+                return
         if attempt.process.poll() is not None:
             return
         time.sleep(_POLL_SECONDS)
@@ -290,10 +293,12 @@ def _is_current(stage: Stage, attempt: _Attempt) -> bool:
     return path.exists() and path.stat().st_mtime > attempt.started - 0.1
 
 
-def _num_steps(stage: Stage, attempt: _Attempt) -> int:
-    """Steps of a stage, from the uninterrupted run."""
-    whole = read_progress(attempt.out.parent / "whole" / stage.folder / "progress.json")
-    return int(whole.get("num_steps", 1))
+def _pace(stage: Stage, attempt: _Attempt) -> tuple[int, float]:
+    """Steps of a stage and seconds of one, from the uninterrupted run."""
+    folder = attempt.out.parent / "whole" / stage.folder
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    seconds = [line["time/step_seconds"] for line in lines if "time/step_seconds" in line]
+    return int(read_progress(folder / "progress.json").get("num_steps", 1)), statistics.median(seconds)
 
 
 def _choose(kill: Kill, victims: Sequence[Victim]) -> Victim | None:
@@ -303,15 +308,17 @@ def _choose(kill: Kill, victims: Sequence[Victim]) -> Victim | None:
     return wanted[int(kill.fraction * 1000) % len(wanted)]
 
 
-def _where(stage: Stage, attempt: _Attempt, kill: Kill) -> str:
+def _where(stage: Stage, attempt: _Attempt, kill: Kill, seconds: float) -> str:
     """The moment in words."""
+    if read_result(stage.out_dir) is not None:
+        return "after its end"
     progress = read_progress(stage.out_dir / "progress.json", not_before=attempt.started)
     parts = [path.name for path in states.states_of(stage.out_dir).glob(".step_*.part")]
     if kill.moment == "save":
         return f"inside the save of step {int(parts[0][6:14])}" if parts else "just after a save"
     if kill.moment == "start-up":
-        return f"start-up, {kill.delay:.1f} s in"
-    return f"after step {progress.get('step', 0)}, {kill.delay:.2f} s in"
+        return f"start-up, {seconds:.1f} s in"
+    return f"after step {progress.get('step', 0)}, {seconds:.2f} s in"
 
 
 def _resume_point(stage: Stage) -> str:

@@ -31,26 +31,30 @@ PPO = (
 )  # fmt: skip
 
 
-# Python runs it in every process that finds it on its path: rank 1 falls asleep when a phase of step 2 begins.
-SLEEPER = """
+# Python runs it in every process that finds it on its path: rank 1 rests when the phase of the test begins, from step 2
+# on, for two seconds so that a record (one a second) shows it, or for good.
+RESTS = """
 import os, sys, time
 if os.environ.get("RANK") == "1":
     from rlhf import heartbeat
     enter = heartbeat._enter
-    def enter_and_sleep(phase):
+    def enter_and_rest(phase):
         enter(phase)
-        if phase == os.environ["SLEEP_IN"] and heartbeat._activity.step == 2:
-            print("sleeping in", phase, flush=True)
-            time.sleep(600)
-    heartbeat._enter = enter_and_sleep
+        if phase in os.environ["REST_IN"].split() and heartbeat._activity.step >= 2:
+            print("resting in", phase, flush=True)
+            time.sleep(float(os.environ["REST_SECONDS"]))
+    heartbeat._enter = enter_and_rest
 """
 
 
-def start(run: Path, *flags: str, **environment: str) -> subprocess.Popen[str]:
+def start(run: Path, *flags: str, rest_in: str = "", rest_seconds: float = 2.0) -> subprocess.Popen[str]:
+    """`rlhf run` of tiny_cpu; `rest_in`: phases in which rank 1 rests."""
+    (run.parent / "sitecustomize.py").write_text(RESTS)
+    path = os.pathsep.join([str(run.parent), os.environ.get("PYTHONPATH", "")])
     argv = [sys.executable, "-c", "import sys; from rlhf.cli import main; sys.exit(main())", "run"]
     return subprocess.Popen(
         [*argv, "--recipe", "tiny_cpu", "--out", str(run), *flags],
-        env={**os.environ, **environment},
+        env={**os.environ, "REST_IN": rest_in, "REST_SECONDS": str(rest_seconds), "PYTHONPATH": path},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -96,7 +100,7 @@ def ended(process: subprocess.Popen[str], run: Path) -> tuple[str, float]:
 
 @pytest.mark.parametrize("phase", ["start", "rollout", "update"])
 def test_a_killed_rank_is_named_with_its_phase(run: Path, phase: str) -> None:
-    process = start(run, *PPO)
+    process = start(run, *PPO, rest_in=phase)
     beat = wait_for(run, phase)
     os.kill(beat.pid, signal.SIGKILL)
     out, seconds = ended(process, run)
@@ -109,7 +113,7 @@ def test_a_killed_rank_is_named_with_its_phase(run: Path, phase: str) -> None:
 
 @pytest.mark.parametrize("phase", ["rollout"])
 def test_a_stopped_rank_is_found(run: Path, phase: str) -> None:
-    process = start(run, *PPO)
+    process = start(run, *PPO, rest_in=phase)
     os.kill(wait_for(run, phase).pid, signal.SIGSTOP)
     out, seconds = ended(process, run)
     assert process.returncode == EXIT_STUCK and seconds < 60 + 8
@@ -119,19 +123,18 @@ def test_a_stopped_rank_is_found(run: Path, phase: str) -> None:
 
 @pytest.mark.parametrize("phase", ["update"])
 def test_a_rank_that_sleeps_is_found(run: Path, phase: str) -> None:
-    (run / "sitecustomize.py").write_text(SLEEPER)
-    process = start(run, *PPO, SLEEP_IN=phase, PYTHONPATH=os.pathsep.join([str(run), os.environ.get("PYTHONPATH", "")]))
+    process = start(run, *PPO, rest_in=phase, rest_seconds=600.0)
     wait_for(run, phase)
     out, seconds = ended(process, run)
     assert process.returncode == EXIT_STUCK and seconds < 60 + 10
     assert "step3_ppo failed: the run was stuck: rank 1 on" in out and f"phase {phase}" in out
     assert f"run.watchdog.{phase}_seconds" in out and "The other ranks are in all_" in out
-    assert f"sleeping in {phase}" in out, "its last lines"
+    assert f"resting in {phase}" in out, "its last lines"
 
 
 @pytest.mark.parametrize("victim", ["rlhf", "deepspeed"])
 def test_nothing_is_left_without_its_launcher(run: Path, victim: str) -> None:
-    process = start(run, *PPO)
+    process = start(run, *PPO, rest_in="rollout")
     beat = wait_for(run, "rollout")
     state = procfs.stat(beat.pid)
     assert state is not None
@@ -146,7 +149,8 @@ def test_nothing_is_left_without_its_launcher(run: Path, victim: str) -> None:
 
 
 def test_restarts_go_on_from_the_saved_state(run: Path) -> None:
-    process = start(run, *PPO, "--ppo.max_steps=8", "--restarts", "2", "--restart-delay", "1")
+    flags = ("--ppo.max_steps=8", "--restarts", "2", "--restart-delay", "1")
+    process = start(run, *PPO, *flags, rest_in="rollout update")
     os.kill(wait_for(run, "rollout", step=3).pid, signal.SIGKILL)
     os.kill(wait_for(run, "update", attempt=2, step=5).pid, signal.SIGKILL)
     out, _ = process.communicate(timeout=600)

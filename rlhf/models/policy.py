@@ -17,13 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from rlhf import host
 from rlhf.config import SamplingConfig
 from rlhf.data.packing import PackedLayout
+from rlhf.distributed import device_type
 from rlhf.models.backbone import base_of, hidden_states
 from rlhf.models.token_stats import TokenStats, token_stats
 from rlhf.ops import entropy_from_logits, transform_logits
 
-# Logits that exist at once, forward and backward.
+# Tokens whose logits exist at once, forward and backward.
 CHUNK_TOKENS = 1024
 
 
@@ -42,18 +44,18 @@ class Policy(nn.Module):
     """Scores tokens under a Hugging Face causal LM (`.model`, adapters included)."""
 
     def __init__(
-        self, model: nn.Module, *, chunk_tokens: int = CHUNK_TOKENS, closed_form: TokenStats = token_stats
+        self, model: nn.Module, *, chunk_tokens: int | None = None, closed_form: TokenStats = token_stats
     ) -> None:
         """Wrap a model.
 
         Args:
             model: the Hugging Face model.
-            chunk_tokens: tokens whose logits exist at once.
+            chunk_tokens: tokens whose logits exist at once; None: what suits device and vocabulary.
             closed_form: computes the statistics where the distribution is the model's own, or at another temperature.
         """
         super().__init__()
         self.model = model
-        self.chunk_tokens = chunk_tokens
+        self.chunk_tokens = chunk_tokens or _default_chunk(int(self.config.get_text_config().vocab_size))
         self.closed_form = closed_form
 
     @property
@@ -199,3 +201,10 @@ def _call_once(
             del head.forward  # the class's own method shows again
         else:
             head.forward = replaced
+
+
+def _default_chunk(vocab_size: int) -> int:
+    """On a CPU no larger than what it has free again for the next chunk (`host.keep_freed_memory`)."""
+    if device_type() != "cpu":
+        return CHUNK_TOKENS
+    return max(1, min(CHUNK_TOKENS, host.KEPT_BLOCK_BYTES // (4 * vocab_size)))

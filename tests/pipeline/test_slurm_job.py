@@ -54,7 +54,7 @@ def test_a_job_is_requeued_and_resumed(slurm: Slurm, tmp_path: Path) -> None:
     assert not list(Path.cwd().glob("hostfile.*"))
     saved = steps(run)
     assert 3 <= saved[-1] < 60
-    # By itself it starts two minutes later. Within the second of its end a machine refuses it: its clock counts seconds.
+    # By itself it starts two minutes later. Within the second of its end a machine refuses it, which counts in seconds.
     time.sleep(2)
     slurm.run("scontrol", "update", f"JobId={number}", "StartTime=now")
     wait(lambda: slurm.job(number)["JobState"] == "COMPLETED", slurm, number, log)

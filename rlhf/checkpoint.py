@@ -336,6 +336,13 @@ class Checkpoints:
             if same_size and layout["zero_stage"] == engine.zero_stage:
                 engine.load_state(state, name)
                 continue
+            if engine.optim.name in ("muon", "adamw_8bit"):
+                raise StateError(
+                    f"{state} was saved on {size} ranks with ZeRO-{layout['zero_stage']}, this run has "
+                    f"{distributed.world_size()} with ZeRO-{engine.zero_stage}: what optim.name={engine.optim.name} "
+                    "keeps is not converted. Resume with the ranks and stage of the save, or take the weights alone "
+                    "with run.resume_weights_only."
+                )
             logger.warning(
                 "%s was saved on %d ranks with ZeRO-%d, this run has %d with ZeRO-%d: it goes on, equal to rounding",
                 name, size, layout["zero_stage"], distributed.world_size(), engine.zero_stage,

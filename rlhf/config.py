@@ -76,8 +76,11 @@ class ModelConfig:
     """Attention implementation of transformers."""
     dropout: float | None = None
     """Sets every dropout probability of the config; null keeps the model's own. Step 3 always scores without."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: about a third more compute for far less memory."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations computed again in the backward pass: of whole layers (a third more compute, least memory), or all but
+    attention's and every second product's."""
+    recompute_every: int = 1
+    """Recompute in the first of every so many decoder layers; 1: in all."""
     compile: bool = False
     """Compile the decoder layers with torch.compile: the first steps take long, the others may be faster."""
     lora: LoRAConfig = field(default_factory=LoRAConfig)
@@ -89,6 +92,13 @@ class ModelConfig:
         if self.config is not None and "model_type" not in self.config:
             raise ValueError(
                 f"model.config has no model_type, got the keys {sorted(self.config)}. Add for example model_type: opt."
+            )
+        if self.recompute_every < 1:
+            raise ValueError(f"model.recompute_every must be >= 1, got {self.recompute_every}. Use 1 for every layer.")
+        if self.recompute_every > 1 and self.recompute == "none":
+            raise ValueError(
+                f"model.recompute_every={self.recompute_every} has no effect with model.recompute=none. Set "
+                "recompute to full or selective, or leave recompute_every out."
             )
         if self.dropout is not None and not 0 <= self.dropout < 1:
             raise ValueError(f"model.dropout must be in [0, 1) or null, got {self.dropout}.")

@@ -5,6 +5,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlhf.data.packing import PackedLayout
 
@@ -13,6 +14,11 @@ def base_of(model: nn.Module) -> nn.Module:
     """The Hugging Face model itself: what peft has wrapped, or the model as it is. Adapters stay in its layers."""
     get_base_model = getattr(model, "get_base_model", None)
     return cast(nn.Module, get_base_model()) if get_base_model else model
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The decoder layers: what transformers can recompute one by one."""
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def layout_arguments(layout: object, device: torch.device) -> dict[str, Any]:

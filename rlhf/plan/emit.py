@@ -102,9 +102,6 @@ def _check(layout: Layout) -> None:
             f"--emit cannot write tensor {layout.tensor} x pipeline {layout.pipeline} x context {layout.context}: this "
             "code runs data parallelism with ZeRO alone. Plan without them."
         )
-    if layout.recompute == "selective":
-        raise ValueError("--emit cannot write selective recomputation: this code recomputes all or nothing. "
-                         "Set --recompute none or full.")  # fmt: skip
     if layout.dtype not in ("bf16", "fp16", "fp32"):
         raise ValueError(f"--emit cannot write {layout.dtype}: this code trains in bf16, fp16 or fp32. Set --dtype.")
 
@@ -174,7 +171,7 @@ def _fill_training(doc: dict[str, Any], training: Training) -> None:
 
 
 def _fill_model(model: dict[str, Any], layout: Layout) -> None:
-    for key, value in (("gradient_checkpointing", layout.recompute == "full"), ("lora", layout.lora)):
+    for key, value in (("recompute", layout.recompute), ("lora", layout.lora)):
         if key == "lora" and (value or "lora" in model):
             model["lora"] = {**model.get("lora", {}), "rank": value}
         elif key != "lora" and (value or key in model):

@@ -177,8 +177,9 @@ def from_recipe(
         budget = int(config["data"].get("micro_batch_tokens", 0)) // tokens
         made = Layout(
             gpus=gpus, length=tokens, micro_batch=budget or int(raw.get("train_micro_batch_size_per_gpu", 1)),
-            zero=int(zero.get("stage", 0)), recompute="full" if model.get("gradient_checkpointing") else "none",
-            dtype=dtype, lora=int(model.get("lora", {}).get("rank", 0)),
+            zero=int(zero.get("stage", 0)), recompute=model.get("recompute", "none"),
+            recompute_every=int(model.get("recompute_every", 1)), dtype=dtype,
+            lora=int(model.get("lora", {}).get("rank", 0)),
             offload_optimizer="offload_optimizer" in zero, offload_weights="offload_param" in zero,
         )  # fmt: skip
         return with_batch(made, batch)

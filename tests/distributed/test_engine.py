@@ -432,6 +432,48 @@ def test_bf16_and_offload(ranks: Ranks) -> None:
         assert max(abs(a - b) for a, b in zip(found, plain, strict=True)) < tolerance, (case, found, plain)
 
 
+ZERO_SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{f"overlap, {name}": (name, {"overlap_comm": True, "contiguous_gradients": True}) for name in STAGES[1:]},
+    "reduce without scatter": ("cpu_zero2", {"reduce_scatter": False}),
+    "round robin": ("cpu_zero2", {"round_robin_gradients": True}),
+    "DeepSpeed's thresholds": ("cpu_zero3", DEFAULT_THRESHOLDS),
+    "prefetch": ("cpu_zero3", {"stage3_prefetch_bucket_size": 1000}),
+    "hpZ": ("cpu_zero3", {"zero_hpz_partition_size": 2}),
+    "qgZ, inside one machine": ("cpu_zero3", {"zero_quantized_gradients": True}),
+}
+
+
+def zero_settings_job() -> dict[str, tuple[float, float]]:
+    """For each setting the largest difference to plain torch, of losses and of weights after four steps."""
+    engine.setup(timeout_seconds=60)
+    steps, found = steps_of_rows(4), {}
+    for case, (name, zero) in ZERO_SETTINGS.items():
+        oracle = PlainTorch(tiny_opt(), lr=1e-2, clip_norm=0.5)
+        trained = engine_of(tiny_opt(), name, changes={"zero_optimization": zero}, lr=1e-2, clip_norm=0.5)
+        losses = [abs(train_step(trained, rows, num_micro=2)[0] - oracle.step(rows)[0]) for rows in steps]
+        found[case] = (max(losses), max_difference(trained.full_state_dict(), oracle.model))
+    return found
+
+
+def test_how_zero_communicates_changes_nothing(ranks: Ranks) -> None:
+    for case, (losses, weights) in ranks(zero_settings_job, timeout=120)[0].items():
+        assert losses < 1e-5 and weights < 1e-3, (case, losses, weights)
+
+
+def quantized_weights_job() -> str:
+    engine.setup(timeout_seconds=60)
+    try:
+        engine_of(tiny_opt(), "cpu_zero3", changes={"zero_optimization": {"zero_quantized_weights": True}})
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_quantized_weights_need_an_accelerator(ranks: Ranks) -> None:
+    message = ranks(quantized_weights_job, timeout=60)[0]
+    assert "zero_optimization.zero_quantized_weights" in message and "Remove it" in message
+
+
 def slow_rank_job(name: str) -> None:
     """Rank 1 hangs before its backward; rank 0 waits for its gradients."""
     engine.setup(timeout_seconds=4)

@@ -12,7 +12,7 @@ from pathlib import Path
 _TRIM_THRESHOLD = -1
 _MMAP_THRESHOLD = -3
 
-KEPT_BLOCK_BYTES = 32 << 20
+KEPT_BLOCK_BYTES = 40 << 20
 """Larger blocks go back to the kernel all the same: where they lay, smaller ones would break the room up."""
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from rlhf import host
 from rlhf.config import SamplingConfig
 from rlhf.data.packing import PackedLayout
 from rlhf.distributed import device_type
@@ -26,8 +27,8 @@ from rlhf.ops import entropy_from_logits, transform_logits
 
 # Tokens whose logits exist at once, forward and backward.
 CHUNK_TOKENS = 1024
-# On a CPU a larger chunk is no faster.
-_CPU_CHUNK_BYTES = 48 << 20
+# On a CPU a larger chunk is no faster, and a smaller one would be kept between smaller blocks.
+_CPU_CHUNK_BYTES = host.KEPT_BLOCK_BYTES + (2 << 20)
 
 
 class PolicyOutput(NamedTuple):

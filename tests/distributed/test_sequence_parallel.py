@@ -1,7 +1,5 @@
 """Ranks that share each row's tokens: the numbers of one process with padded rows, in fp32, at every ZeRO stage."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,19 +8,15 @@ import torch
 from torch import Tensor
 
 from rlhf import distributed, ds_config, engine
-from rlhf.config import LoRAConfig, ModelConfig, ParallelConfig
+from rlhf.config import LoRAConfig, ModelConfig
 from rlhf.data.collate import TokenBatch, collate_sft
 from rlhf.data.dataset import SFTRow
-from rlhf.data.packing import PackedLayout
-from rlhf.data.split_layout import SplitLayout
 from rlhf.distributed import Group
 from rlhf.models.build import build_causal_lm, train_bpe
 from rlhf.models.policy import Policy
-from step1_sft import train as sft_program
 from step1_sft.loss import sft_loss_sum
 from tests.distributed.harness import Ranks
 from tests.distributed.tiny import engine_of
-from tests.stages import ds_json, metric_lines, result, sft_config, weights, write_rows, yes_rows
 
 HEADS = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 FAMILIES: dict[str, dict[str, Any]] = {

@@ -302,6 +302,25 @@ def resume_job(folder: Path) -> None:
     ppo(folder, name, **parts, run__resume=True)
 
 
+def resume_with_another_sp_job(folder: Path) -> None:
+    """Step 1, killed after 4 of its steps with rows shared by both ranks, and finished with rows of each rank's own."""
+    engine.setup(timeout_seconds=60)
+    parts = {"run__out_dir": str(folder / "sft_sp_2_to_1"), "run__save_every": 4}
+    with pytest.MonkeyPatch.context() as patch:
+        kill_at(patch, sft_program.Run, step=5)
+        with pytest.raises(Killed):
+            sft(folder, "cpu_zero2", parallel__sp=2, **parts)
+    sft(folder, "cpu_zero2", run__resume=True, **parts)
+
+
+def test_step1_resumes_with_another_sp(runs: Runs) -> None:
+    """Rows, metrics and weights of the run that one rank made."""
+    runs.after(resume_with_another_sp_job)
+    one, two = runs.folder / "sft_cpu_zero0_1", runs.folder / "sft_sp_2_to_1"
+    assert_same_run(one, two, rel=2e-5, weight=2e-5)
+    assert result(one)["num_tokens"] == result(two)["num_tokens"]
+
+
 PROGRAMS = {"sft": (sft, sft_program, 5), "rm": (reward, reward_program, 3), "ppo": (ppo, ppo_program, 2)}
 """What runs a stage, its module, and the step in which it is killed; the state is that of the step before."""
 

@@ -208,6 +208,48 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How ranks share rows, beside what ZeRO shares of the model (docs/parallelism.md)."""
+
+    sp: int = 1
+    """Ranks that share each row's tokens; 1: each rank has rows of its own."""
+
+    def __post_init__(self) -> None:
+        if self.sp < 1:
+            raise ValueError(f"parallel.sp must be >= 1, got {self.sp}. Use 1 for rows that no other rank shares.")
+
+    def check_model(self, model: ModelConfig, data: DataConfig) -> None:
+        """Check that the model is set up for rows that ranks share.
+
+        Raises:
+            ValueError: rows are not packed, or attention is not ours.
+        """
+        if self.sp == 1:
+            return
+        said = f"parallel.sp={self.sp} shares packed rows between ranks"
+        if data.packing == "off":
+            raise ValueError(f"{said}, but data.packing is `off`. Use `auto` or `on`, or parallel.sp=1.")
+        if model.attention != "sdpa":
+            raise ValueError(
+                f"{said} around sdpa attention, but model.attention is {model.attention}. Use sdpa, or parallel.sp=1."
+            )
+        if model.compile:
+            raise ValueError(f"{said}, which has not been tried with model.compile=true. Set one of the two off.")
+
+    def check_ranks(self, num_ranks: int) -> None:
+        """Check that so many ranks divide into groups.
+
+        Raises:
+            ValueError: they do not.
+        """
+        if num_ranks % self.sp:
+            raise ValueError(
+                f"parallel.sp={self.sp} does not divide the number of ranks, {num_ranks}. Use a divisor of it, or "
+                f"start a multiple of {self.sp} ranks."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimConfig:
     """AdamW and its learning-rate schedule."""
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlhf.data.packing import PackedLayout
+from rlhf.data.split_layout import SplitLayout
 
 
 def base_of(model: nn.Module) -> nn.Module:
@@ -35,9 +36,9 @@ def hidden_states(
     token_ids_BT: Tensor,
     attention_mask_BT: Tensor | None,
     position_ids_BT: Tensor,
-    layout: PackedLayout | None,
+    layout: PackedLayout | SplitLayout | None,
 ) -> Tensor:
-    """Last hidden states [B, T, D] of a model with a head, without running the head.
+    """Last hidden states [B, T, D] of a model with a head, without running the head; [1, U, D] of a split row.
 
     Position ids go to every family whose forward names them. BLOOM does not: its ALiBi counts the attention mask.
     The head's owner is not called but its parts are, so that hooks on the parts (ZeRO-3, adapters) run as ever.
@@ -47,10 +48,12 @@ def hidden_states(
         token_ids_BT: padded rows, or one packed row.
         attention_mask_BT: True on real tokens; None for a packed row.
         position_ids_BT: positions that count real tokens of each sequence.
-        layout: of a packed row; None for padded ones.
+        layout: of a packed row, which may be split over ranks; None for padded ones.
     """
     backbone = cast(Any, base_of(model)).base_model
     kwargs: dict[str, Any] = {"use_cache": False}
+    if isinstance(layout, SplitLayout):
+        token_ids_BT, position_ids_BT = layout.own(token_ids_BT), layout.own(position_ids_BT)
     if layout is not None:
         kwargs.update(layout_arguments(layout, token_ids_BT.device))
     else:

@@ -76,7 +76,8 @@ def measure(arguments: argparse.Namespace, overrides: Sequence[str], sources: So
         raise ValueError(f"recipe {recipe.name} has no {NAMES[number]}.")
     device = _device(arguments)
     if device is not None:  # what cannot be planned is said before it is measured
-        from_recipe(recipe.name, recipe.stages, device, 1, load=sources.load)
+        ranks = arguments.num_gpus or recipe.stages[stage].get("parallel", {}).get("sp", 1)
+        from_recipe(recipe.name, recipe.stages, device, ranks, load=sources.load)
     if arguments.json is not None:
         check_target(arguments.json, recipe.name)
     work = arguments.work.resolve()

@@ -37,10 +37,12 @@ class Strategy:
     """Other sections of them."""
     model: Mapping[str, Any] = field(default_factory=dict)
     """Keys of the trained models' own sections."""
+    stage: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of the stage."""
 
 
-def strategies(ranks: int) -> list[Strategy]:
-    """In the order of the table; the first one is what the others are measured against."""
+def strategies(number: int, ranks: int) -> list[Strategy]:
+    """Of a step, in the order of the table; the first one is what the others are measured against."""
     stage3 = {"stage": 3}
     found = [Strategy(name=f"ZeRO-{stage}", zero={"stage": stage}) for stage in range(4)]
     found += [
@@ -60,6 +62,14 @@ def strategies(ranks: int) -> list[Strategy]:
         Strategy(name="ZeRO-3, recompute full", zero=stage3, model={"recompute": "full"}),
         Strategy(name="ZeRO-3, compile", zero=stage3, model={"compile": True}),
     ]  # fmt: skip
+    if number == 1 and ranks > 1:
+        shared = {"parallel.sp": ranks}
+        found += [
+            Strategy(name="rows shared", zero={"stage": 0}, stage=shared),
+            Strategy(name="ZeRO-3, rows shared", zero=stage3, stage=shared),
+            Strategy(name="ZeRO-3, rows shared, bf16, recompute full", zero=stage3, json=_BF16, stage=shared,
+                     model={"recompute": "full"}),
+        ]  # fmt: skip
     return found
 
 
@@ -96,7 +106,7 @@ def _run(arguments: argparse.Namespace, overrides: Sequence[str], sources: Sourc
     stage = STAGES[arguments.step]
     if stage not in recipe.stages:
         raise ValueError(f"recipe {recipe.name} has no {NAMES[arguments.step]}.")
-    chosen = select(strategies(arguments.num_gpus or 1), arguments.only)
+    chosen = select(strategies(arguments.step, arguments.num_gpus or 1), arguments.only)
     rows = [Row(strategy=strategy, results=()) for strategy in chosen]
     for number in range(arguments.rounds):
         for place, row in enumerate(rows):
@@ -142,6 +152,7 @@ def _flags(strategy: Strategy, recipe: Recipe, number: int, work: Path, sources:
     """Writes the strategy's DeepSpeed JSONs, and gives the flags that name them and set the models' keys."""
     stage = STAGES[number]
     config: Mapping[str, Any] = recipe.stages[stage]
+    yield from (f"--{stage}.{key}={value}" for key, value in strategy.stage.items())
     for section, key in _TRAINED[number]:
         name: Any = config
         for part in key.split("."):

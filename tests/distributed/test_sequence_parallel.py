@@ -152,8 +152,8 @@ def test_adapters_and_recomputed_layers_train_as_plain_torch(ranks: Ranks) -> No
     """LoRA, and gradient checkpointing, whose backward pass exchanges once more."""
     cases = [
         ("llama", "cpu_zero3", {"lora": LoRAConfig(rank=4)}),
-        ("opt", "cpu_zero2", {"lora": LoRAConfig(rank=4), "gradient_checkpointing": True}),
-        ("llama", "cpu_zero3", {"gradient_checkpointing": True}),
+        ("opt", "cpu_zero2", {"lora": LoRAConfig(rank=4), "recompute": "full"}),
+        ("llama", "cpu_zero3", {"recompute": "selective"}),
     ]
     assert_equal(ranks(training_job, cases=cases, sp=2), cases)
 

@@ -18,9 +18,9 @@ SOURCES = Sources(read_recipe=_read_bench_recipe, load=ds_config.load)
 
 def test_each_way_is_a_recipe_that_parses(tmp_path: Path) -> None:
     """Flags and JSONs of every strategy, for every step: the stage's own config and DeepSpeed's check accept them."""
-    known = strategies(2)
-    assert len({strategy.name for strategy in known}) == len(known) and known[0].name == "ZeRO-0"
     for number, sections in ((1, ["model"]), (2, ["model"]), (3, ["actor", "critic"])):
+        known = strategies(number, 2)
+        assert len({strategy.name for strategy in known}) == len(known) and known[0].name == "ZeRO-0"
         recipe = SOURCES.read_recipe("tiny_cpu", [])
         for place, strategy in enumerate(known):
             work = tmp_path / f"{number}_{place}"
@@ -32,14 +32,16 @@ def test_each_way_is_a_recipe_that_parses(tmp_path: Path) -> None:
                 assert ds_config.zero_stage(raw) == strategy.zero["stage"]
                 assert (ds_config.dtype_name(raw) == "bfloat16") == ("bf16" in strategy.json)
                 assert all(config[section][key] == value for key, value in strategy.model.items())
+            assert config.get("parallel", {}).get("sp", 1) == strategy.stage.get("parallel.sp", 1)
 
 
 def test_one_rank_has_no_second_shard() -> None:
-    assert {s.name for s in strategies(2)} - {s.name for s in strategies(1)} == {"ZeRO-3, hpZ"}
+    assert {s.name for s in strategies(2, 2)} - {s.name for s in strategies(2, 1)} == {"ZeRO-3, hpZ"}
+    assert not any(s.stage for s in strategies(1, 1) + strategies(3, 2))
 
 
 def test_names_choose_and_keep_the_order() -> None:
-    known = strategies(2)
+    known = strategies(1, 2)
     assert [s.name for s in select(known, "compile; ZeRO-1")] == ["ZeRO-1", "compile"]
     assert select(known, "") == known
     with pytest.raises(ValueError, match="--only 'ZeRO-4' is none of the strategies: ZeRO-0; ZeRO-1"):

@@ -16,6 +16,7 @@ import torch
 from rlhf import distributed, engine
 from rlhf.engine import NonFiniteError
 from rlhf.rollout.decode import Response
+from step1_sft import evaluate as sft_evaluation
 from step1_sft import train as sft_program
 from step2_reward import train as reward_program
 from step3_ppo import rollout as ppo_rollout
@@ -302,20 +303,33 @@ def resume_job(folder: Path) -> None:
     ppo(folder, name, **parts, run__resume=True)
 
 
-def resume_with_another_sp_job(folder: Path) -> None:
-    """Step 1, killed after 4 of its steps with rows shared by both ranks, and finished with rows of each rank's own."""
+def resume_with_another_sp_job(folder: Path) -> set[int]:
+    """Step 1, killed after 4 of its steps with rows shared by both ranks, and finished with rows of each rank's own.
+
+    Returns:
+        How many ranks shared a micro-batch of the evaluation before the first step.
+    """
     engine.setup(timeout_seconds=60)
     parts = {"run__out_dir": str(folder / "sft_sp_2_to_1"), "run__save_every": 4}
+    collate, sharers = sft_evaluation.collate_sft, set()
+
+    def spy(*arguments: Any, **named: Any) -> Any:
+        batch = collate(*arguments, **named)
+        sharers.add(batch.sequences.num_sharers)
+        return batch
+
     with pytest.MonkeyPatch.context() as patch:
         kill_at(patch, sft_program.Run, step=5)
+        patch.setattr(sft_evaluation, "collate_sft", spy)
         with pytest.raises(Killed):
             sft(folder, "cpu_zero2", parallel__sp=2, **parts)
     sft(folder, "cpu_zero2", run__resume=True, **parts)
+    return sharers
 
 
 def test_step1_resumes_with_another_sp(runs: Runs) -> None:
     """Rows, metrics and weights of the run that one rank made."""
-    runs.after(resume_with_another_sp_job)
+    assert runs.after(resume_with_another_sp_job) == [{2}, {2}], "the evaluation's rows are shared too"
     one, two = runs.folder / "sft_cpu_zero0_1", runs.folder / "sft_sp_2_to_1"
     assert_same_run(one, two, rel=2e-5, weight=2e-5)
     assert result(one)["num_tokens"] == result(two)["num_tokens"]

@@ -153,10 +153,11 @@ def _ds_config_problems(stage: Stage, world_size: int, *, on_cpu: bool) -> Itera
         except (ValueError, OSError) as error:
             yield Problem(f"{key}: {error}")
             continue
-        if on_cpu and ds_config.dtype_name(raw) == "float16":
-            yield Problem(
-                f"{key}={name}: fp16 does not train on a CPU. Use a JSON with bf16 or without either.", here=True
-            )
+        if on_cpu:
+            try:
+                ds_config.check_on_cpu(raw, source=name)
+            except ValueError as error:
+                yield Problem(f"{key}: {error}", here=True)
         hybrid = ds_config.hybrid_engine(raw)
         if hybrid.enabled and longest > hybrid.max_out_tokens:
             yield Problem(

@@ -499,11 +499,8 @@ class FrozenEngine:
 def _initialize(model: nn.Module, ds: dict[str, Any], *, parameters: list[dict[str, Any]] | None) -> Any:
     # DeepSpeed's own hybrid engine fails on CPUs and does nothing useful on GPUs; the section is honoured here instead.
     config = {key: value for key, value in ds.items() if key != "hybrid_engine"}
-    if ds.get("zero_optimization", {}).get("zero_quantized_weights") and distributed.device_type() == "cpu":
-        raise ValueError(
-            "zero_optimization.zero_quantized_weights (ZeRO++ qwZ) is true, but DeepSpeed has its quantiser for "
-            "accelerators only. Remove it from the JSON of a CPU run."
-        )
+    if distributed.device_type() == "cpu":
+        ds_config.check_on_cpu(ds)
     if ds_config.zero_stage(ds) == 3:
         for block in compiled_blocks(model):
             # Hooks inside would cut the graph at every weight. Without them the block's are gathered together.

@@ -112,10 +112,9 @@ def join_group(parallel: ParallelConfig, model: ModelConfig, language: Language)
     Raises:
         ValueError: the ranks or the model's heads do not divide, or the family cannot read packed rows.
     """
-    parallel.check_ranks(world_size())
-    config = read_config(model, language.tokenizer)
     if parallel.sp > 1:
-        said = f"parallel.sp={parallel.sp}"
+        parallel.check_ranks(world_size())
+        config, said = read_config(model, language.tokenizer), f"parallel.sp={parallel.sp}"
         if not takes_layout(config):
             raise ValueError(
                 f"{said} shares packed rows between ranks, but a model of model_type {config.model_type} cannot read "

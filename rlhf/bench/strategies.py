@@ -1,7 +1,7 @@
 """`rlhf bench strategies`: one step of a recipe under each way to run it, in turns, beside the plan. No torch."""
 
 import argparse
-import os
+import shlex
 import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,8 +13,9 @@ from rlhf.artifacts import write_json
 from rlhf.bench.process import ChildError, exit_code
 from rlhf.bench.result import NAMES, Result
 from rlhf.bench.show import seconds
-from rlhf.bench.steps import STAGES, Recipe, Sources, measure
-from rlhf.sections import markdown_table, write_section
+from rlhf.bench.steps import STAGES, Recipe, Sources, measure, prepare
+from rlhf.plan.setting import dtype_of
+from rlhf.sections import markdown_table, read_page, write_section
 from rlhf.terminal import console, make_table
 
 BEGIN = "<!-- rlhf bench strategies: begin -->"
@@ -41,8 +42,14 @@ class Strategy:
     """Keys of the stage."""
 
 
-def strategies(number: int, ranks: int) -> list[Strategy]:
-    """Of a step, in the order of the table; the first one is what the others are measured against."""
+def strategies(number: int, ranks: int, dtype: str) -> list[Strategy]:
+    """Of a step, in the order of the table; the first one is what the others are measured against.
+
+    Args:
+        number: of the step.
+        ranks: that run it.
+        dtype: that the recipe computes in, which is kept; from fp32 some go to bf16.
+    """
     stage3 = {"stage": 3}
     found = [Strategy(name=f"ZeRO-{stage}", zero={"stage": stage}) for stage in range(4)]
     found += [
@@ -53,21 +60,25 @@ def strategies(number: int, ranks: int) -> list[Strategy]:
     if ranks > 1:
         found.append(Strategy(name="ZeRO-3, hpZ", zero={**stage3, "zero_hpz_partition_size": ranks}))
     found += [
+        Strategy(name="ZeRO-3, recompute full", zero=stage3, model={"recompute": "full"}),
+        Strategy(name="ZeRO-3, compile", zero=stage3, model={"compile": True}),
         Strategy(name="recompute selective", zero={"stage": 0}, model={"recompute": "selective"}),
         Strategy(name="recompute full", zero={"stage": 0}, model={"recompute": "full"}),
         Strategy(name="recompute every 2nd", zero={"stage": 0}, model={"recompute": "full", "recompute_every": 2}),
         Strategy(name="compile", zero={"stage": 0}, model={"compile": True}),
-        Strategy(name="bf16", zero={"stage": 0}, json=_BF16),
-        Strategy(name="ZeRO-3, bf16, recompute selective", zero=stage3, json=_BF16, model={"recompute": "selective"}),
-        Strategy(name="ZeRO-3, recompute full", zero=stage3, model={"recompute": "full"}),
-        Strategy(name="ZeRO-3, compile", zero=stage3, model={"compile": True}),
     ]  # fmt: skip
+    if dtype == "fp32":
+        selective = {"recompute": "selective"}
+        found += [
+            Strategy(name="bf16", zero={"stage": 0}, json=_BF16),
+            Strategy(name="ZeRO-3, bf16, recompute selective", zero=stage3, json=_BF16, model=selective),
+        ]
     if number == 1 and ranks > 1:
         shared = {"parallel.sp": ranks}
         found += [
             Strategy(name="rows shared", zero={"stage": 0}, stage=shared),
             Strategy(name="ZeRO-3, rows shared", zero=stage3, stage=shared),
-            Strategy(name="ZeRO-3, rows shared, bf16, recompute full", zero=stage3, json=_BF16, stage=shared,
+            Strategy(name="ZeRO-3, rows shared, recompute full", zero=stage3, stage=shared,
                      model={"recompute": "full"}),
         ]  # fmt: skip
     return found
@@ -102,11 +113,11 @@ def main(arguments: argparse.Namespace, overrides: Sequence[str], sources: Sourc
 def _run(arguments: argparse.Namespace, overrides: Sequence[str], sources: Sources) -> None:
     if arguments.rounds < 1:
         raise ValueError(f"--rounds={arguments.rounds} must be >= 1.")
-    recipe = sources.read_recipe(arguments.recipe, overrides)
-    stage = STAGES[arguments.step]
-    if stage not in recipe.stages:
-        raise ValueError(f"recipe {recipe.name} has no {NAMES[arguments.step]}.")
-    chosen = select(strategies(arguments.step, arguments.num_gpus or 1), arguments.only)
+    recipe, _ = prepare(arguments, arguments.step, overrides, sources)
+    if arguments.write is not None:
+        read_page(arguments.write, begin=BEGIN, end=END)
+    dtype = dtype_of(next(iter(_jsons(recipe, arguments.step, sources).values())))
+    chosen = select(strategies(arguments.step, arguments.num_gpus or 1, dtype), arguments.only)
     rows = [Row(strategy=strategy, results=()) for strategy in chosen]
     for number in range(arguments.rounds):
         for place, row in enumerate(rows):
@@ -127,7 +138,8 @@ def _run(arguments: argparse.Namespace, overrides: Sequence[str], sources: Sourc
     if arguments.json is not None:
         write_json(arguments.json, as_json(rows, arguments.step))
     if arguments.write is not None:
-        write_section(arguments.write, markdown(rows, arguments.step), begin=BEGIN, end=END)
+        text = f"{_command(arguments, overrides)}\n\n{markdown(rows, arguments.step)}"
+        write_section(arguments.write, text, begin=BEGIN, end=END)
     failed = [row.strategy.name for row in rows if row.error]
     if failed:
         raise ChildError(f"failed: {', '.join(failed)}; the others are in the table.")
@@ -148,24 +160,40 @@ def select(known: Sequence[Strategy], names: str) -> list[Strategy]:
     return [strategy for strategy in known if not wanted or strategy.name in wanted]
 
 
-def _flags(strategy: Strategy, recipe: Recipe, number: int, work: Path, sources: Sources) -> Iterator[str]:
-    """Writes the strategy's DeepSpeed JSONs, and gives the flags that name them and set the models' keys."""
-    stage = STAGES[number]
-    config: Mapping[str, Any] = recipe.stages[stage]
-    yield from (f"--{stage}.{key}={value}" for key, value in strategy.stage.items())
-    for section, key in _TRAINED[number]:
-        name: Any = config
+def _jsons(recipe: Recipe, number: int, sources: Sources) -> dict[str, Mapping[str, Any]]:
+    """Key of a trained model's DeepSpeed JSON -> its content."""
+    found = {}
+    for _, key in _TRAINED[number]:
+        name: Any = recipe.stages[STAGES[number]]
         for part in key.split("."):
             name = name[part]
-        raw = {k: v for k, v in sources.load(name).items() if k not in ("bf16", "fp16", "zero_optimization")}
+        found[key] = sources.load(name)
+    return found
+
+
+def _flags(strategy: Strategy, recipe: Recipe, number: int, work: Path, sources: Sources) -> Iterator[str]:
+    """Writes the strategy's DeepSpeed JSONs, and gives the flags that name them and set the models' keys."""
+    stage, jsons = STAGES[number], _jsons(recipe, number, sources)
+    work.mkdir(parents=True, exist_ok=True)
+    yield from (f"--{stage}.{key}={value}" for key, value in strategy.stage.items())
+    for section, key in _TRAINED[number]:
+        raw = dict(jsons[key])
         if strategy.zero["stage"] != 3:
             raw.pop("hybrid_engine", None)
-        os.makedirs(work, exist_ok=True)
         path = work / f"{section}.json"
         write_json(path, {**raw, "zero_optimization": dict(strategy.zero), **strategy.json})
         yield f"--{stage}.{key}={path}"
         for option, value in strategy.model.items():
             yield f"--{stage}.{section}.{option}={str(value).lower() if isinstance(value, bool) else value}"
+
+
+def _command(arguments: argparse.Namespace, overrides: Sequence[str]) -> str:
+    """What makes the table, without paths of this machine."""
+    words = ["rlhf", "bench", "strategies", "--recipe", str(arguments.recipe), "--num_gpus"]
+    words += [str(arguments.num_gpus or 1), "--step", str(arguments.step), "--rounds", str(arguments.rounds)]
+    words += ["--warmup", str(arguments.warmup), "--steps", str(arguments.steps), "--profile", str(arguments.profile)]
+    words += ["--only", arguments.only] if arguments.only else []
+    return f"`{shlex.join([*words, *overrides])}`:"
 
 
 def _file_name(name: str) -> str:
@@ -193,12 +221,22 @@ _COLUMNS = ("Strategy", "Median step", "Tokens/s a rank", "Beside the first", "P
             "Planned / measured")  # fmt: skip
 
 
+def _said(rows: Sequence[Row], number: int) -> str:
+    """What was measured, where and how often."""
+    done = next((row for row in rows if row.results), None)
+    if done is None:
+        return f"{NAMES[number]}: nothing ran."
+    result, rounds = done.result, len(done.results)
+    return (
+        f"{NAMES[number]} of {result.recipe} on {result.ranks} x {result.hardware}, {result.date[:10]}: "
+        f"{result.rows:g} rows a step, medians of {rounds} rounds"
+    )
+
+
 def show(rows: Sequence[Row], number: int) -> None:
     """The table for the terminal."""
     out = console()
-    done = next((row.result for row in rows if row.results), None)
-    if done is not None:
-        out.print(f"[bold]{NAMES[number]}[/bold] of {done.recipe} on {done.ranks} x {done.hardware}")
+    out.print(_said(rows, number))
     made = make_table(*(column.lower() for column in _COLUMNS))
     for cells in _cells(rows):
         made.add_row(*cells)
@@ -207,12 +245,7 @@ def show(rows: Sequence[Row], number: int) -> None:
 
 def markdown(rows: Sequence[Row], number: int) -> str:
     """The table for a page."""
-    done = next((row.result for row in rows if row.results), None)
-    said = "" if done is None else (
-        f"{done.date[:10]}, {NAMES[number]} of {done.recipe} on {done.ranks} ranks, {done.hardware}, "
-        f"{done.rows:g} rows a step; medians of {len(rows[0].results)} rounds.\n\n"
-    )  # fmt: skip
-    return said + markdown_table([_COLUMNS, *_cells(rows)])
+    return f"{_said(rows, number)}\n\n{markdown_table([_COLUMNS, *_cells(rows)])}"
 
 
 def as_json(rows: Sequence[Row], number: int) -> dict[str, Any]:

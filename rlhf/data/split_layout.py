@@ -72,7 +72,6 @@ class SplitLayout:
         query, key, value = (x.transpose(0, 1)[None] for x in torch.split(all_THd, num_heads, dim=1))
         out_THd = self.row.attend(query, key, value, scaling=scaling, dropout=dropout)[0]
         padded_THd = F.pad(out_THd, (0, 0, 0, 0, 0, ranks * self.width - self.num_columns))
-        own = self.group.exchange(
-            padded_THd.view(ranks, self.width, *padded_THd.shape[1:])
-        )  # from each rank, its heads
+        # From each rank its heads of this rank's columns.
+        own = self.group.exchange(padded_THd.view(ranks, self.width, *padded_THd.shape[1:]))
         return own.transpose(0, 1).flatten(1, 2)[None]

@@ -22,6 +22,21 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
+def known_blocks(model: nn.Module, *, setting: str, off: str) -> list[nn.Module]:
+    """The decoder layers, for a setting that works on each.
+
+    Raises:
+        ValueError: the model has none that are known as such; `setting` asked for it, `off` does not.
+    """
+    blocks = blocks_of(model)
+    if not blocks:
+        raise ValueError(
+            f"{setting}, but no decoder layers are known in {type(model).__name__}: transformers' "
+            f"GradientCheckpointingLayer is not among its modules. Set {off} for this model."
+        )
+    return blocks
+
+
 def layout_arguments(layout: object, device: torch.device) -> dict[str, Any]:
     """What a model's forward gets in place of an attention mask where a layout attends (`models.attention`).
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
-from rlhf.models.backbone import blocks_of
+from rlhf.models.backbone import known_blocks
 from rlhf.models.linear import FlatLinear
 
 # Names, since which of them exist depends on how torch was built.
@@ -38,19 +38,15 @@ def recompute_blocks(model: PreTrainedModel, how: Literal["full", "selective"], 
     Raises:
         ValueError: the model has no blocks that are known as such.
     """
-    blocks = blocks_of(model)
-    if not blocks:
-        raise ValueError(
-            f"recompute is {how!r}, but no decoder layers are known in {type(model).__name__}: transformers' "
-            "GradientCheckpointingLayer is not among its modules. Set recompute: none for this model."
-        )
+    blocks = known_blocks(model, setting=f"recompute is {how!r}", off="recompute: none")
     options: dict[str, Any] = {"use_reentrant": False}
     if how == "selective":
         options["context_fn"] = _selective_contexts
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     for number, block in enumerate(blocks):
-        cast(Any, block).gradient_checkpointing = number % every == 0
-        if how == "selective":
+        chosen = number % every == 0
+        cast(Any, block).gradient_checkpointing = chosen
+        if chosen and how == "selective":
             _flatten(block)
 
 
@@ -87,8 +83,3 @@ def _kinds() -> dict[Any, str]:
             if packet is not None:
                 found[packet.default] = kind
     return found
-
-
-def recomputed_blocks(model: nn.Module) -> list[nn.Module]:
-    """The blocks that `recompute_blocks` chose."""
-    return [block for block in blocks_of(model) if block.gradient_checkpointing]

@@ -179,7 +179,7 @@ def from_recipe(
             gpus=gpus, length=tokens, micro_batch=budget or int(raw.get("train_micro_batch_size_per_gpu", 1)),
             zero=int(zero.get("stage", 0)), recompute=model.get("recompute", "none"),
             recompute_every=int(model.get("recompute_every", 1)), dtype=dtype,
-            lora=int(model.get("lora", {}).get("rank", 0)), context=_sharers(config),
+            lora=int(model.get("lora", {}).get("rank", 0)), context=sharers(config),
             offload_optimizer="offload_optimizer" in zero, offload_weights="offload_param" in zero,
         )  # fmt: skip
         return with_batch(made, batch)
@@ -255,7 +255,7 @@ def _score_rows(data: Mapping[str, Any], length: int) -> int:
     return max(1, int(tokens) // length) if tokens else SCORE_ROWS
 
 
-def _sharers(stage: Mapping[str, Any]) -> int:
+def sharers(stage: Mapping[str, Any]) -> int:
     """Ranks that share each row's tokens in a stage."""
     return int(stage.get("parallel", {}).get("sp", 1))
 

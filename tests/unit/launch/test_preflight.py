@@ -80,13 +80,19 @@ def test_all_at_once(tmp_path: Path) -> None:
     assert len(problems(tmp_path, overrides=overrides).splitlines()) == 3
 
 
-def test_fp16_on_a_cpu(tmp_path: Path) -> None:
-    raw = {"train_micro_batch_size_per_gpu": 1, "fp16": {"enabled": True}}
-    (tmp_path / "fp16.json").write_text(json.dumps(raw))
-    found = problems(tmp_path, overrides=[f"--sft.deepspeed={tmp_path}/fp16.json"])
-    assert "fp16 does not train on a CPU" in found
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ({"fp16": {"enabled": True}}, "fp16 does not train on a CPU"),
+        ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "(ZeRO++ qwZ) does not run on a CPU"),
+    ],
+)
+def test_what_deepspeed_cannot_do_on_a_cpu(tmp_path: Path, section: dict[str, Any], said: str) -> None:
+    (tmp_path / "other.json").write_text(json.dumps({"train_micro_batch_size_per_gpu": 1, **section}))
+    overrides = [f"--sft.deepspeed={tmp_path}/other.json"]
+    assert said in problems(tmp_path, overrides=overrides)
     remote = Placement(hosts=(Host("n", (0,)),), hostfile=Path("/n"))
-    assert "fp16" not in problems(tmp_path, placement=remote, overrides=[f"--sft.deepspeed={tmp_path}/fp16.json"])
+    assert said not in problems(tmp_path, placement=remote, overrides=overrides)
 
 
 def test_hybrid_engine_limit(tmp_path: Path) -> None:

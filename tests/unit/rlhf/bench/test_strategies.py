@@ -19,7 +19,7 @@ SOURCES = Sources(read_recipe=_read_bench_recipe, load=ds_config.load)
 def test_each_way_is_a_recipe_that_parses(tmp_path: Path) -> None:
     """Flags and JSONs of every strategy, for every step: the stage's own config and DeepSpeed's check accept them."""
     for number, sections in ((1, ["model"]), (2, ["model"]), (3, ["actor", "critic"])):
-        known = strategies(number, 2)
+        known = strategies(number, 2, "fp32")
         assert len({strategy.name for strategy in known}) == len(known) and known[0].name == "ZeRO-0"
         recipe = SOURCES.read_recipe("tiny_cpu", [])
         for place, strategy in enumerate(known):
@@ -36,12 +36,21 @@ def test_each_way_is_a_recipe_that_parses(tmp_path: Path) -> None:
 
 
 def test_one_rank_has_no_second_shard() -> None:
-    assert {s.name for s in strategies(2, 2)} - {s.name for s in strategies(2, 1)} == {"ZeRO-3, hpZ"}
-    assert not any(s.stage for s in strategies(1, 1) + strategies(3, 2))
+    assert {s.name for s in strategies(2, 2, "fp32")} - {s.name for s in strategies(2, 1, "fp32")} == {"ZeRO-3, hpZ"}
+    assert not any(s.stage for s in strategies(1, 1, "fp32") + strategies(3, 2, "fp32"))
+
+
+def test_a_recipe_in_bf16_stays_in_bf16(tmp_path: Path) -> None:
+    recipe = SOURCES.read_recipe("opt_13b_350m_single_node", [])
+    known = strategies(1, 8, "bf16")
+    assert not any("bf16" in strategy.name for strategy in known)
+    for strategy in known[:4]:
+        list(_flags(strategy, recipe, 1, tmp_path, SOURCES))
+        assert ds_config.dtype_name(ds_config.load(tmp_path / "model.json")) == "bfloat16"
 
 
 def test_names_choose_and_keep_the_order() -> None:
-    known = strategies(1, 2)
+    known = strategies(1, 2, "fp32")
     assert [s.name for s in select(known, "compile; ZeRO-1")] == ["ZeRO-1", "compile"]
     assert select(known, "") == known
     with pytest.raises(ValueError, match="--only 'ZeRO-4' is none of the strategies: ZeRO-0; ZeRO-1"):
@@ -73,7 +82,12 @@ def test_the_table_by_hand(make_result: Callable[..., Result]) -> None:
 
 
 def test_bad_flags_are_one_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for flags, said in ((["--rounds", "0"], "--rounds=0"), (["--only", "no"], "--only 'no'")):
+    (tmp_path / "page.md").write_text("no markers")
+    for flags, said in (
+        (["--rounds", "0"], "--rounds=0"), (["--only", "no"], "--only 'no'"), (["--steps", "0"], "--steps=0"),
+        (["--gpu", "h900"], "'h900' is not known"), (["--write", str(tmp_path / "page.md")], "does not hold the lines"),
+        (["--write", str(tmp_path / "none.md")], "none.md cannot be read"),
+    ):  # fmt: skip
         argv = ["bench", "strategies", "--recipe", "tiny_cpu", "--work", str(tmp_path / "work"), *flags]
         assert main(argv) == 2
         assert said in capsys.readouterr().err

@@ -76,6 +76,16 @@ def test_what_is_read_back_is_what_was_planned(gpus: int, choices: dict[str, Any
         assert getattr(found.ppo, name) == getattr(made.ppo, name)
 
 
+def test_shared_rows_and_every_second_layer_are_written(tmp_path: Path) -> None:
+    made = setting()
+    layout = made.sft.layout
+    shared = replace(layout, context=2, accumulation=2 * layout.accumulation, recompute="full", recompute_every=2)
+    write(replace(made, sft=replace(made.sft, layout=shared)), tmp_path / "mine")
+    assert read(tmp_path / "mine").sft.layout == shared
+    with pytest.raises(ValueError, match="cannot write tensor 1 x pipeline 1 x context 2"):
+        write(replace(made, preference=replace(made.preference, layout=shared)), tmp_path / "other")
+
+
 def test_the_launcher_would_start_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """All but the weights, which are not on this machine."""
     folder = tmp_path / "emitted"

@@ -115,6 +115,16 @@ def test_the_reference_recipe_is_read_as_written() -> None:
     assert ppo.prompts == 240 * 512
 
 
+def test_half_of_the_layers_recomputed_are_half_of_its_flops() -> None:
+    plans = [
+        plan_step(replace(made, sft=replace(made.sft, layout=replace(made.sft.layout, **changes))), 1)
+        for made in [from_models("opt-13b", "opt-350m", DEVICES["a100-80"], 8, Choices())]
+        for changes in ({"recompute": "full"}, {"recompute": "full", "recompute_every": 2})
+    ]
+    whole, half = (plan.hardware_flops - plan.model_flops for plan in plans)
+    assert whole > 0 and half == pytest.approx(whole / 2)
+
+
 def test_ranks_that_share_rows_are_one_replica() -> None:
     """8 ranks in groups of 2 are 4 replicas: twice the micro-batches, half of each one's tokens on a rank."""
     name, stages, _ = cli._read_recipe("opt_13b_350m_single_node")

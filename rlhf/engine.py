@@ -500,7 +500,7 @@ def _initialize(model: nn.Module, ds: dict[str, Any], *, parameters: list[dict[s
     # DeepSpeed's own hybrid engine fails on CPUs and does nothing useful on GPUs; the section is honoured here instead.
     config = {key: value for key, value in ds.items() if key != "hybrid_engine"}
     if distributed.device_type() == "cpu":
-        ds_config.check_on_cpu(ds)
+        ds_config.check_on_cpu(ds, has_fp16=deepspeed.get_accelerator().is_fp16_supported())
     if ds_config.zero_stage(ds) == 3:
         for block in compiled_blocks(model):
             # Hooks inside would cut the graph at every weight. Without them the block's are gathered together.

@@ -186,7 +186,8 @@ class Group:
     rank: int
     """This process's number in the group."""
     size: int
-    _handle: dist.ProcessGroup | None
+    handle: dist.ProcessGroup | None
+    """For a library that asks for it; None at size 1."""
 
     @property
     def number(self) -> int:
@@ -201,7 +202,7 @@ class Group:
     def sum_(self, x: Tensor) -> Tensor:
         """Replace x by its sum over the group, no gradient; gives it back."""
         if self.size > 1:
-            dist.all_reduce(x, group=self._handle)
+            dist.all_reduce(x, group=self.handle)
         return x
 
     def gather(self, x: Tensor) -> list[Tensor]:
@@ -209,14 +210,14 @@ class Group:
         if self.size == 1:
             return [x.clone()]
         parts = [torch.empty_like(x) for _ in range(self.size)]
-        dist.all_gather(parts, x.contiguous(), group=self._handle)
+        dist.all_gather(parts, x.contiguous(), group=self.handle)
         return parts
 
     def gather_objects(self, value: T) -> list[T]:
         """Picklable values of all members, in their order."""
         values: list[T] = [value] * self.size
         if self.size > 1:
-            dist.all_gather_object(values, value, group=self._handle)
+            dist.all_gather_object(values, value, group=self.handle)
         return values
 
     def exchange(self, x: Tensor) -> Tensor:
@@ -225,7 +226,7 @@ class Group:
         Args:
             x: its first dimension is the parts, one for each member; shape and type equal on all.
         """
-        return x if self.size == 1 else cast(Tensor, cast(Any, _Exchange).apply(x, self._handle))
+        return x if self.size == 1 else cast(Tensor, cast(Any, _Exchange).apply(x, self.handle))
 
 
 class _Exchange(torch.autograd.Function):

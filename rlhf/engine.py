@@ -96,6 +96,22 @@ def setup(timeout_seconds: float = 1800) -> None:
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     # ZeRO's collectives run on a clone of the world group, which DeepSpeed would make with torch's default timeout.
     ds_groups._WORLD_GROUP = distributed.world_group()
+    ds_groups._create_zero_param_parallel_group = _set_hpz_group
+
+
+def _set_hpz_group(size: int) -> None:
+    """DeepSpeed's would fail at the second model of a process, and have torch's default timeout."""
+    ds_groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = distributed.group_of(min(size, distributed.world_size())).handle
+
+
+@contextmanager
+def _own_hpz_group() -> Iterator[None]:
+    """DeepSpeed keeps hpZ's group in a global, by which the next model would have hpZ too, whatever its JSON says."""
+    ds_groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
+    try:
+        yield
+    finally:
+        ds_groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
 
 
 @contextmanager
@@ -115,7 +131,8 @@ def zero3_init(ds: Mapping[str, Any]) -> Iterator[None]:
         if ds_config.zero_stage(ds) == 3:
             content = {k: v for k, v in ds.items() if k != "hybrid_engine"}
             config = hf_deepspeed.HfDeepSpeedConfig(content)  # type: ignore[no-untyped-call]
-        yield
+        with _own_hpz_group():
+            yield
     finally:
         hf_deepspeed._hf_deepspeed_config_weak_ref = outer
         del config
@@ -505,7 +522,10 @@ def _initialize(model: nn.Module, ds: dict[str, Any], *, parameters: list[dict[s
         for block in compiled_blocks(model):
             # Hooks inside would cut the graph at every weight. Without them the block's are gathered together.
             deepspeed.utils.set_z3_leaf_module(block, True)  # noqa: FBT003  DeepSpeed's signature
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=config, dist_init_required=False)
+    with _own_hpz_group():
+        engine, *_ = deepspeed.initialize(
+            model=model, model_parameters=parameters, config=config, dist_init_required=False
+        )
     return engine
 
 

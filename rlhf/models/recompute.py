@@ -11,6 +11,7 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
@@ -69,7 +70,29 @@ def _selective_contexts() -> Any:
                 return CheckpointPolicy.PREFER_RECOMPUTE
         return CheckpointPolicy.MUST_SAVE if kind else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
+    forward, repetition = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
+    return forward, _OfKinds(repetition)
+
+
+class _OfKinds(TorchDispatchMode):
+    """A mode for the operations of `_kinds` alone.
+
+    torch's own counts every operation of the repetition against those of the forward pass, and fails where there are
+    more. DeepSpeed's are among them: what it makes to gather and release weights is not the same in both.
+    """
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __init__(self, mode: TorchDispatchMode) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._mode = mode
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _kinds():
+            return self._mode.__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        return func(*args, **(kwargs or {}))
 
 
 @functools.cache

@@ -19,6 +19,7 @@ from rlhf.engine import FrozenEngine, NonFiniteError, TrainEngine
 from rlhf.models import linear
 from tests.distributed.harness import Ranks, RanksFailed
 from tests.distributed.tiny import (
+    DEFAULT_THRESHOLDS,
     EOS,
     VOCAB,
     PlainTorch,
@@ -26,19 +27,13 @@ from tests.distributed.tiny import (
     loss_sum,
     max_difference,
     num_targets,
+    opt_config,
     steps_of_rows,
     tiny_opt,
     train_step,
 )
 
 STAGES = ["cpu_zero0", "cpu_zero1", "cpu_zero2", "cpu_zero3"]
-# DeepSpeed's own thresholds keep every weight of a model this small gathered.
-DEFAULT_THRESHOLDS = {
-    "stage3_param_persistence_threshold": 100_000,
-    "stage3_max_live_parameters": 1_000_000_000,
-    "stage3_max_reuse_distance": 1_000_000_000,
-    "stage3_prefetch_bucket_size": 50_000_000,
-}
 
 
 def available(trained: TrainEngine | FrozenEngine) -> int:
@@ -458,6 +453,34 @@ def zero_settings_job() -> dict[str, tuple[float, float]]:
 def test_how_zero_communicates_changes_nothing(ranks: Ranks) -> None:
     for case, (losses, weights) in ranks(zero_settings_job, timeout=120)[0].items():
         assert losses < 1e-5 and weights < 1e-3, (case, losses, weights)
+
+
+def hpz_of_roles_job() -> tuple[list[float], list[int]]:
+    """Two roles with hpZ and one without, built as a stage builds them: differences to plain torch; shards of weights.
+
+    One weight after the other is gathered, so that the second shard is used.
+    """
+    engine.setup(timeout_seconds=60)
+    found, shards = [], []
+    steps = steps_of_rows(3)
+    for size in (2, 2, 1):
+        zero = {"stage": 3, "zero_hpz_partition_size": size, "stage3_param_persistence_threshold": 0}
+        with engine.zero3_init({**ds_config.load("cpu_zero3"), "zero_optimization": zero}):
+            model = OPTForCausalLM._from_config(opt_config())
+        trained = engine_of(model, "cpu_zero3", changes={"zero_optimization": zero}, lr=1e-2)
+        oracle = PlainTorch(tiny_opt(), lr=1e-2)
+        with trained.gathered(list(trained.module.parameters())):
+            oracle.model.load_state_dict({k: v.detach().clone() for k, v in trained.module.state_dict().items()})
+        found.append(max(abs(train_step(trained, rows)[0] - oracle.step(rows)[0]) for rows in steps))
+        found.append(max_difference(trained.full_state_dict(), oracle.model))
+        shards.append(sum(p.ds_secondary_tensor is not None for p in trained.module.parameters()))
+    return found, shards
+
+
+def test_hpz_is_a_role_s_own(ranks: Ranks) -> None:
+    differences, shards = ranks(hpz_of_roles_job, timeout=120)[0]
+    assert max(differences) < 1e-3, differences
+    assert shards[0] == shards[1] > 0 == shards[2]
 
 
 def quantized_weights_job() -> str:

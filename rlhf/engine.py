@@ -49,9 +49,17 @@ CLIP_EPS = 1e-6
 
 
 class NonFiniteError(UnhealthyError):
-    """A loss or gradient was not finite; raised on all ranks before the update."""
+    """A loss, a gradient or a rollout was not finite; raised on all ranks before the update.
 
-    def __init__(self, *, step: int, rank: int, role: str, what: str) -> None:
+    Args:
+        step: number of steps that the model has made.
+        rank: the first on which it was found.
+        role: of the model.
+        what: was found.
+        accumulated: gradients of an update that is not made are left.
+    """
+
+    def __init__(self, *, step: int, rank: int, role: str, what: str, accumulated: bool = True) -> None:
         super().__init__(
             f"{role}: {what} at step {step} on rank {rank}; the update was not made. Look at that step's rows, lower "
             "the learning rate, or use bf16 instead of fp16; earlier states are intact."
@@ -59,6 +67,7 @@ class NonFiniteError(UnhealthyError):
         self.step = step
         self.rank = rank
         self.role = role
+        self.accumulated = accumulated
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from launch.recipe import FOLDERS, Stage
 from launch.record import read_result
 from launch.victims import MARK, Victim, end_process, find, wait_for_end
 from rlhf import artifacts, ds_config, states
-from rlhf.sections import write_section
+from rlhf.sections import read_page, write_section
 
 BEGIN = "<!-- rlhf chaos: begin -->"
 END = "<!-- rlhf chaos: end -->"
@@ -140,6 +140,8 @@ def _check(options: ChaosOptions) -> None:
         raise ValueError(f"--kills and --save-every must be >= 1, got {options.kills}, {options.save_every}.")
     if any(zero not in (0, 1, 2, 3) for zero in options.zero) or not options.zero:
         raise ValueError(f"--zero takes stages 0 to 3, got {', '.join(map(str, options.zero))}.")
+    if options.write is not None:
+        read_page(options.write, begin=BEGIN, end=END)
     if options.work.exists():
         raise ValueError(f"--work {options.work} exists. Remove it, or name another folder.")
     plan = make_plan(_run_options(options, options.work, options.overrides))

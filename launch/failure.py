@@ -61,6 +61,10 @@ def explain(outcome: Outcome, ranks: Ranks, log_path: Path) -> Failure:
         text, code = f"the run was stuck: {outcome.stuck.text}", EXIT_STUCK
     else:
         rank, text = _culprit(outcome, known, log_text)
+        # The launcher passes on the code of the lowest rank that failed, which may have failed because of this one.
+        statuses = {end.rank: end.status for end in outcome.rank_exits if end.status is not None}
+        if rank in statuses:
+            code = exit_code(os.waitstatus_to_exitcode(statuses[rank]))
         if rank is not None and rank in known:
             text += _details(known[rank], text, outcome, ranks.out_of_memory_kills())
             code = known[rank].exit_code or code

@@ -19,8 +19,9 @@ from launch.placement import Placement, accelerator_visible, count_devices, port
 from launch.recipe import FOLDERS, Recipe, Stage
 from rlhf import artifacts, ds_config
 from rlhf.config import DataConfig, ModelConfig, OptimConfig, RunConfig
-from rlhf.rollout.split import check_split
+from rlhf.rollout.split import check_heads, check_split
 from rlhf.rules import RULES
+from step1_sft.config import SFTConfig
 from step3_ppo.config import PPOConfig
 
 _BUILTIN_TASKS = ("politeness",)
@@ -75,6 +76,7 @@ def check(
         problems += _prefix(stage, _length_problems(stage, stages))
         problems += _prefix(stage, _rule_problems(stage))
         problems += _prefix(stage, _rollout_problems(stage, stages, placement.world_size))
+        problems += _prefix(stage, _parallel_problems(stage, stages, placement.world_size))
     problems += _split_problems(stages)
     problems += _artifact_problems(to_run, stages)
     problems += _machine_problems(recipe, placement, environment, on_cpu=on_cpu)
@@ -151,10 +153,11 @@ def _ds_config_problems(stage: Stage, world_size: int, *, on_cpu: bool) -> Itera
         except (ValueError, OSError) as error:
             yield Problem(f"{key}: {error}")
             continue
-        if on_cpu and ds_config.dtype_name(raw) == "float16":
-            yield Problem(
-                f"{key}={name}: fp16 does not train on a CPU. Use a JSON with bf16 or without either.", here=True
-            )
+        if on_cpu:
+            try:
+                ds_config.check_on_cpu(raw, source=name)
+            except ValueError as error:
+                yield Problem(f"{key}: {error}", here=True)
         hybrid = ds_config.hybrid_engine(raw)
         if hybrid.enabled and longest > hybrid.max_out_tokens:
             yield Problem(
@@ -274,6 +277,17 @@ def _rollout_problems(stage: Stage, stages: Sequence[Stage], world_size: int) ->
         )
         if num_ranks > 1 and shape:
             check_split(shape, num_ranks)
+    except ValueError as error:
+        yield Problem(str(error))
+
+
+def _parallel_problems(stage: Stage, stages: Sequence[Stage], world_size: int) -> Iterator[Problem]:
+    if not isinstance(stage.config, SFTConfig):
+        return
+    parallel = stage.config.parallel
+    try:
+        parallel.check_ranks(world_size)
+        check_heads(_origin(stage, "model", stages), parallel.sp, said=f"parallel.sp={parallel.sp}")
     except ValueError as error:
         yield Problem(str(error))
 

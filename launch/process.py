@@ -2,14 +2,17 @@
 
 The ranks' exit codes reach us garbled: DeepSpeed's per-node launcher turns a rank's signal 9 into exit code 247, never
 says which rank it was, and the front-end exits 0 when the per-node launcher itself dies by a signal. So ranks are
-watched in /proc, and whether a stage succeeded is read from the result it wrote, not from the code alone.
+watched in /proc, by a thread that wakes as one ends (how is gone once the launcher looks, which it does each second),
+and whether a stage succeeded is read from the result it wrote, not from the code alone.
 """
 
 import contextlib
 import os
 import re
+import select
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -122,19 +125,18 @@ def run_watched(
             log.write(lines)  # the launcher writes through the same open file, so neither overwrites the other
             log.flush()
 
-        watch = _RankWatch(child.pid)
         stuck = interrupted_by = None
+        watch, hosts = _RankWatch(child.pid), _HostWatch(log_path)
         try:
-            hosts = _HostWatch(log_path)
-            while child.poll() is None and interrupt.signum is None and stuck is None:
-                watch.look()
-                if ends_remote_ranks and hosts.is_over():
-                    break
-                on_tick()
-                if ranks is not None:
-                    ranks.look(write)
-                    stuck = ranks.stuck
-                time.sleep(_POLL_SECONDS)
+            with watch:
+                while child.poll() is None and interrupt.signum is None and stuck is None:
+                    if ends_remote_ranks and hosts.is_over():
+                        break
+                    on_tick()
+                    if ranks is not None:
+                        ranks.look(write)
+                        stuck = ranks.stuck
+                    time.sleep(_POLL_SECONDS)
             interrupted_by = interrupt.signum if child.poll() is None else None
             is_running = child.poll() is None
             if ranks is not None and stuck is not None:
@@ -214,6 +216,25 @@ class _RankWatch:
         self._ended: list[RankExit] = []
         self._ranks: dict[int, int] = {}
         self._last_scan = 0.0
+        self._poll = select.poll()
+        self._descriptors: dict[int, int] = {}
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="rank exits", daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_exc_info: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._over.is_set():
+            self.look()
+            self._poll.poll(_POLL_SECONDS * 1000)  # ends as soon as a rank does
+        self.look()
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
 
     @property
     def failures(self) -> tuple[RankExit, ...]:
@@ -223,7 +244,7 @@ class _RankWatch:
     @property
     def processes(self) -> dict[int, int]:
         """Number of each running rank's process."""
-        return {rank: pid for pid, rank in self._ranks.items()}
+        return {rank: pid for pid, rank in list(self._ranks.items())}
 
     @property
     def first_failure(self) -> RankExit | None:
@@ -242,6 +263,9 @@ class _RankWatch:
             if stat is None or stat.state == "Z":
                 status = stat.exit_status if stat else None
                 self._ended.append(RankExit(self._ranks.pop(pid), status, time.time()))
+                if (descriptor := self._descriptors.pop(pid, None)) is not None:
+                    self._poll.unregister(descriptor)
+                    os.close(descriptor)
 
     def _scan(self) -> None:
         members = procfs.members(self.session)
@@ -251,6 +275,9 @@ class _RankWatch:
                 match = re.search(rb"(?:^|\0)RANK=(\d+)\0", procfs.read(pid, "environ"))
                 if match:
                     self._ranks[pid] = int(match.group(1))
+                    with contextlib.suppress(OSError):  # it has just ended, or the kernel is older than Linux 5.3
+                        self._descriptors[pid] = os.pidfd_open(pid)
+                        self._poll.register(self._descriptors[pid], select.POLLIN)
 
 
 class _HostWatch:

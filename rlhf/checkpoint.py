@@ -193,7 +193,8 @@ class Checkpoints:
             if self.run.health.config.non_finite.action == "stop":
                 self.run.give_up(step, "non_finite", str(error))
                 raise
-            self.engines[error.role].discard_gradients()
+            if error.accumulated:
+                self.engines[error.role].discard_gradients()
 
     def _after(self, step: int, request: StopRequest) -> None:
         config, main = self.run.config, distributed.is_main()

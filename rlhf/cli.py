@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _takes_overrides(arguments: argparse.Namespace) -> bool:
     """Whether what argparse does not know may be keys of a stage's config."""
     if arguments.command == "bench":
-        return arguments.bench_command in ("step1", "step2", "step3", "scale")
+        return arguments.bench_command in ("step1", "step2", "step3", "scale", "strategies")
     return arguments.command in ("run", "chaos")
 
 
@@ -380,6 +380,10 @@ def _bench(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
         from rlhf.bench.scaling import main as scale
 
         return scale(arguments, rest, sources)
+    if arguments.bench_command == "strategies":
+        from rlhf.bench.strategies import main as bench_strategies
+
+        return bench_strategies(arguments, rest, sources)
     from rlhf.bench.steps import main as bench_step
 
     return bench_step(arguments, rest, sources)

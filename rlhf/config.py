@@ -76,8 +76,11 @@ class ModelConfig:
     """Attention implementation of transformers."""
     dropout: float | None = None
     """Sets every dropout probability of the config; null keeps the model's own. Step 3 always scores without."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: about a third more compute for far less memory."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations computed again in the backward pass: of whole layers (a third more compute, least memory), or all but
+    attention's and every second product's."""
+    recompute_every: int = 1
+    """Recompute in the first of every so many decoder layers; 1: in all."""
     compile: bool = False
     """Compile the decoder layers with torch.compile: the first steps take long, the others may be faster."""
     lora: LoRAConfig = field(default_factory=LoRAConfig)
@@ -89,6 +92,13 @@ class ModelConfig:
         if self.config is not None and "model_type" not in self.config:
             raise ValueError(
                 f"model.config has no model_type, got the keys {sorted(self.config)}. Add for example model_type: opt."
+            )
+        if self.recompute_every < 1:
+            raise ValueError(f"model.recompute_every must be >= 1, got {self.recompute_every}. Use 1 for every layer.")
+        if self.recompute_every > 1 and self.recompute == "none":
+            raise ValueError(
+                f"model.recompute_every={self.recompute_every} has no effect with model.recompute=none. Set "
+                "recompute to full or selective, or leave recompute_every out."
             )
         if self.dropout is not None and not 0 <= self.dropout < 1:
             raise ValueError(f"model.dropout must be in [0, 1) or null, got {self.dropout}.")
@@ -195,6 +205,48 @@ class DataConfig:
         labels = [source.label for source in self.sources]
         if len(set(labels)) != len(labels):
             raise ValueError(f"data.sources have the same name twice: {labels}. Give each a `name`.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How ranks share rows, beside what ZeRO shares of the model (docs/parallelism.md)."""
+
+    sp: int = 1
+    """Ranks that share each row's tokens; 1: each rank has rows of its own."""
+
+    def __post_init__(self) -> None:
+        if self.sp < 1:
+            raise ValueError(f"parallel.sp must be >= 1, got {self.sp}. Use 1 for rows that no other rank shares.")
+
+    def check_model(self, model: ModelConfig, data: DataConfig) -> None:
+        """Check that the model is set up for rows that ranks share.
+
+        Raises:
+            ValueError: rows are not packed, or attention is not ours.
+        """
+        if self.sp == 1:
+            return
+        said = f"parallel.sp={self.sp} shares packed rows between ranks"
+        if data.packing == "off":
+            raise ValueError(f"{said}, but data.packing is `off`. Use `auto` or `on`, or parallel.sp=1.")
+        if model.attention != "sdpa":
+            raise ValueError(
+                f"{said} around sdpa attention, but model.attention is {model.attention}. Use sdpa, or parallel.sp=1."
+            )
+        if model.compile:
+            raise ValueError(f"{said}, which has not been tried with model.compile=true. Set one of the two off.")
+
+    def check_ranks(self, num_ranks: int) -> None:
+        """Check that so many ranks divide into groups.
+
+        Raises:
+            ValueError: they do not.
+        """
+        if num_ranks % self.sp:
+            raise ValueError(
+                f"parallel.sp={self.sp} does not divide the number of ranks, {num_ranks}. Use a divisor of it, or "
+                f"start a multiple of {self.sp} ranks."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

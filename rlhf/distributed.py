@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -186,24 +186,62 @@ class Group:
     rank: int
     """This process's number in the group."""
     size: int
-    _handle: dist.ProcessGroup | None
+    handle: dist.ProcessGroup | None
+    """For a library that asks for it; None at size 1."""
+
+    @property
+    def number(self) -> int:
+        """Which of the groups of this size it is."""
+        return rank() // self.size
+
+    @property
+    def count(self) -> int:
+        """Number of groups of this size."""
+        return world_size() // self.size
 
     def sum_(self, x: Tensor) -> Tensor:
         """Replace x by its sum over the group, no gradient; gives it back."""
-        dist.all_reduce(x, group=self._handle)
+        if self.size > 1:
+            dist.all_reduce(x, group=self.handle)
         return x
 
     def gather(self, x: Tensor) -> list[Tensor]:
         """Equal-shaped tensors of all members, in their order, the same bytes on each."""
+        if self.size == 1:
+            return [x.clone()]
         parts = [torch.empty_like(x) for _ in range(self.size)]
-        dist.all_gather(parts, x.contiguous(), group=self._handle)
+        dist.all_gather(parts, x.contiguous(), group=self.handle)
         return parts
 
     def gather_objects(self, value: T) -> list[T]:
         """Picklable values of all members, in their order."""
         values: list[T] = [value] * self.size
-        dist.all_gather_object(values, value, group=self._handle)
+        if self.size > 1:
+            dist.all_gather_object(values, value, group=self.handle)
         return values
+
+    def exchange(self, x: Tensor) -> Tensor:
+        """Part i of x goes to member i, and part j of the result is what member j had for this one; with gradient.
+
+        Args:
+            x: its first dimension is the parts, one for each member; shape and type equal on all.
+        """
+        return x if self.size == 1 else cast(Tensor, cast(Any, _Exchange).apply(x, self.handle))
+
+
+class _Exchange(torch.autograd.Function):
+    """All-to-all, which is its own transpose: gradients go back the way their tensors came."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, handle: dist.ProcessGroup | None) -> Tensor:
+        ctx.handle = handle
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        dist.all_to_all_single(out, x.contiguous(), group=handle)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _Exchange.forward(ctx, grads[0], ctx.handle), None
 
 
 def group_of(size: int) -> Group:
@@ -214,6 +252,8 @@ def group_of(size: int) -> Group:
     """
     if world_size() % size:
         raise ValueError(f"{world_size()} ranks do not divide into groups of {size}.")
+    if size == 1:
+        return Group(0, 1, None)  # a process group for each rank would take long to make, and none is asked anything
     if size not in _groups:
         for first in range(0, world_size(), size):
             handle = dist.new_group(ranks=list(range(first, first + size)), timeout=_timeout)

@@ -192,6 +192,27 @@ def _check_zero(raw: Mapping[str, Any], stage: int, source: str) -> None:
         )
 
 
+def check_on_cpu(raw: Mapping[str, Any], *, has_fp16: bool = False, source: str = "DeepSpeed JSON") -> None:
+    """Check that DeepSpeed can do on a CPU what the JSON asks for.
+
+    Args:
+        raw: the JSON.
+        has_fp16: what DeepSpeed's accelerator says of this CPU.
+        source: name of the JSON for messages.
+
+    Raises:
+        ValueError: fp16, or quantised gathers.
+    """
+    if dtype_name(raw) == "float16" and not has_fp16:
+        _fail(source, "fp16 does not train on a CPU. Use a JSON with bf16 or without either.")
+    if raw.get("zero_optimization", {}).get("zero_quantized_weights"):
+        _fail(
+            source,
+            "`zero_optimization.zero_quantized_weights` (ZeRO++ qwZ) does not run on a CPU: DeepSpeed has its "
+            "quantiser for accelerators only. Remove it.",
+        )
+
+
 def _offload_device(zero: Mapping[str, Any], section: str) -> str | None:
     device = (zero.get(section) or {}).get("device", "none")
     return None if device == "none" else str(device)

@@ -53,9 +53,17 @@ _BUILD_FUSED_ADAM = "DS_BUILD_FUSED_ADAM"
 
 
 class NonFiniteError(UnhealthyError):
-    """A loss or gradient was not finite; raised on all ranks before the update."""
+    """A loss, a gradient or a rollout was not finite; raised on all ranks before the update.
 
-    def __init__(self, *, step: int, rank: int, role: str, what: str) -> None:
+    Args:
+        step: number of steps that the model has made.
+        rank: the first on which it was found.
+        role: of the model.
+        what: was found.
+        accumulated: gradients of an update that is not made are left.
+    """
+
+    def __init__(self, *, step: int, rank: int, role: str, what: str, accumulated: bool = True) -> None:
         super().__init__(
             f"{role}: {what} at step {step} on rank {rank}; the update was not made. Look at that step's rows, lower "
             "the learning rate, or use bf16 instead of fp16; earlier states are intact."
@@ -63,6 +71,7 @@ class NonFiniteError(UnhealthyError):
         self.step = step
         self.rank = rank
         self.role = role
+        self.accumulated = accumulated
 
 
 @dataclass(frozen=True)
@@ -100,6 +109,22 @@ def setup(timeout_seconds: float = 1800) -> None:
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     # ZeRO's collectives run on a clone of the world group, which DeepSpeed would make with torch's default timeout.
     ds_groups._WORLD_GROUP = distributed.world_group()
+    ds_groups._create_zero_param_parallel_group = _set_hpz_group
+
+
+def _set_hpz_group(size: int) -> None:
+    """DeepSpeed's would fail at the second model of a process, and have torch's default timeout."""
+    ds_groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = distributed.group_of(min(size, distributed.world_size())).handle
+
+
+@contextmanager
+def _own_hpz_group() -> Iterator[None]:
+    """DeepSpeed keeps hpZ's group in a global, by which the next model would have hpZ too, whatever its JSON says."""
+    ds_groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
+    try:
+        yield
+    finally:
+        ds_groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
 
 
 @contextmanager
@@ -119,7 +144,8 @@ def zero3_init(ds: Mapping[str, Any]) -> Iterator[None]:
         if ds_config.zero_stage(ds) == 3:
             content = {k: v for k, v in ds.items() if k != "hybrid_engine"}
             config = hf_deepspeed.HfDeepSpeedConfig(content)  # type: ignore[no-untyped-call]
-        yield
+        with _own_hpz_group():
+            yield
     finally:
         hf_deepspeed._hf_deepspeed_config_weak_ref = outer
         del config
@@ -512,6 +538,8 @@ def _initialize(
 ) -> Any:
     # DeepSpeed's own hybrid engine fails on CPUs and does nothing useful on GPUs; the section is honoured here instead.
     config = {key: value for key, value in ds.items() if key != "hybrid_engine"}
+    if distributed.device_type() == "cpu":
+        ds_config.check_on_cpu(ds, has_fp16=deepspeed.get_accelerator().is_fp16_supported())
     if ds_config.zero_stage(ds) == 3:
         for block in compiled_blocks(model):
             # Hooks inside would cut the graph at every weight. Without them the block's are gathered together.
@@ -521,9 +549,10 @@ def _initialize(
         made = Muon(groups, optim) if optim.name == "muon" else adamw_8bit(groups, optim)
         if type(made) not in zero_utils.ZERO_SUPPORTED_OPTIMIZERS:
             zero_utils.ZERO_SUPPORTED_OPTIMIZERS.append(type(made))  # else a warning for each engine
-    engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=groups, optimizer=made, config=config, dist_init_required=False
-    )
+    with _own_hpz_group():
+        engine, *_ = deepspeed.initialize(
+            model=model, model_parameters=groups, optimizer=made, config=config, dist_init_required=False
+        )
     return engine
 
 

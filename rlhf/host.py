@@ -12,16 +12,16 @@ from pathlib import Path
 _TRIM_THRESHOLD = -1
 _MMAP_THRESHOLD = -3
 
-KEPT_BLOCK_BYTES = 48 << 20
+KEPT_BLOCK_BYTES = 40 << 20
 """Larger blocks go back to the kernel all the same: where they lay, smaller ones would break the room up."""
 
 
 def keep_freed_memory() -> bool:
     """Let glibc keep freed blocks of up to `KEPT_BLOCK_BYTES` instead of giving them back to the kernel.
 
-    By default every tensor over 32 MiB is mapped anew, the end of the heap is given back, and pages are zeroed at first
-    touch: in training on a CPU one step frees and takes the same blocks again and again. The price is what lies free
-    between blocks in use: call it once the models are loaded, whose passing copies would otherwise stay.
+    By default what lies free at the end of the heap goes back, and its pages are zeroed when they are touched again: in
+    training on a CPU one step frees and takes the same blocks again and again. The price is what lies free between
+    blocks in use: call it once the models are loaded, whose passing copies would otherwise stay.
 
     Returns:
         Whether the C library took it; others than glibc have no such setting.

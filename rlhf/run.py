@@ -169,17 +169,21 @@ class Run:
         self._engines, self._shape, self._lora = list(engines), shape, lora
 
     def count_batch(self, sequences: Sequences, *, num_targets: int = 0) -> None:
-        """Count the real tokens of a micro-batch that is trained on, its FLOPs and its share of padding.
+        """Count what this rank has of a micro-batch that is trained on: real tokens, FLOPs and share of padding.
 
         Args:
             sequences: of the micro-batch.
-            num_targets: tokens that go through the language head.
+            num_targets: tokens that go through the language head here.
         """
         self.count_tokens(sequences.num_tokens)
         if num_targets:
             self.metrics.add({"speed/target_frac": (num_targets, sequences.num_tokens)})
         if self._shape is not None:
-            self.count_flops(flops.update(self._shape, sequences.lengths, targets=num_targets, lora=self._lora))
+            # An equal part of the sequences, as no rank's columns tell what attention costs, and the targets it has.
+            sharers = sequences.num_sharers
+            self.count_flops(
+                flops.update(self._shape, sequences.lengths, targets=num_targets * sharers, lora=self._lora) / sharers
+            )
         self.count_padding(sequences)
 
     def count_padding(self, sequences: Sequences) -> None:

@@ -8,6 +8,7 @@ from rlhf.config import (
     EvalConfig,
     ModelConfig,
     OptimConfig,
+    ParallelConfig,
     RunConfig,
     SamplingConfig,
     TokenizerConfig,
@@ -29,6 +30,8 @@ class SFTConfig:
     """Folder, seed, cadence."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     """The tokenizer."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """Ranks that share rows."""
     eval: EvalConfig = field(default_factory=EvalConfig)
     """Evaluation."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -49,5 +52,6 @@ class SFTConfig:
     def __post_init__(self) -> None:
         check_length(global_batch_size=self.global_batch_size, epochs=self.epochs, max_steps=self.max_steps)
         self.run.check_supervised()
+        self.parallel.check_model(self.model, self.data)
         if not (self.model.path or self.model.config):
             raise ValueError("model.path and model.config are both empty. Name a model folder or give a config.")

@@ -10,7 +10,7 @@ from rlhf.data.batching import Batching
 from rlhf.data.collate import collate_sft
 from rlhf.data.dataset import SFTRow, TokenDataset
 from rlhf.data.loader import eval_micro_batches
-from rlhf.distributed import all_sum, rank, world_size
+from rlhf.distributed import Group, all_sum
 from rlhf.engine import TrainEngine
 from rlhf.health import repeat_frac
 from rlhf.ops import to_columns
@@ -18,12 +18,26 @@ from rlhf.rollout.answers import Answer
 
 
 def evaluate_loss(
-    policy: TrainEngine, dataset: TokenDataset[SFTRow], *, batching: Batching, max_rows: int, pad_id: int
+    policy: TrainEngine,
+    dataset: TokenDataset[SFTRow],
+    *,
+    batching: Batching,
+    group: Group,
+    max_rows: int,
+    pad_id: int,
 ) -> dict[str, float]:
     """Loss, perplexity and accuracy over held-out response tokens of all ranks; empty without rows. Collective.
 
     Sums over tokens are taken over all ranks and batches first, divided once, then exponentiated: the mean of per-rank
     or per-batch perplexities is another, larger number.
+
+    Args:
+        policy: of a `Policy`.
+        dataset: the held-out rows.
+        batching: how they become micro-batches.
+        group: ranks that share each of them.
+        max_rows: most rows.
+        pad_id: id of the padding.
 
     Returns:
         eval/loss, eval/perplexity and eval/token_accuracy, and with several sources each of them by source.
@@ -35,9 +49,9 @@ def evaluate_loss(
     policy.eval()
     with torch.no_grad():
         for rows in eval_micro_batches(
-            dataset, batching=batching, rank=rank(), world_size=world_size(), max_rows=max_rows
+            dataset, batching=batching, rank=group.number, world_size=group.count, max_rows=max_rows
         ):
-            batch = collate_sft(rows, pad_id=pad_id, device=policy.device, packed=batching.packed)
+            batch = collate_sft(rows, pad_id=pad_id, device=policy.device, packed=batching.packed, group=group)
             sequences = batch.sequences
             output = policy(**sequences.inputs, target_mask_BT=batch.loss_mask_BT)
             num_columns = max((len(row.token_ids) for row in rows), default=1)

@@ -18,7 +18,7 @@ from rlhf.data.collate import TokenBatch, collate_sft
 from rlhf.data.dataset import SFTRow, build_dataset, report_lines
 from rlhf.data.loader import Loader, evenly_spaced
 from rlhf.data.prefetch import Prefetch
-from rlhf.distributed import all_sum, device, device_type, rank, shutdown, world_size
+from rlhf.distributed import Group, all_sum, device, device_type, shutdown
 from rlhf.engine import TrainEngine, setup, zero3_init
 from rlhf.models import liger
 from rlhf.models.build import build_causal_lm, check_length_fits
@@ -26,7 +26,15 @@ from rlhf.models.policy import Policy
 from rlhf.models.token_stats import TokenStats, token_stats
 from rlhf.rollout.answers import Voice, answer_rows
 from rlhf.run import Run
-from rlhf.stage import Language, choose_batching, choose_scoring, export_model, flop_shape, load_language
+from rlhf.stage import (
+    Language,
+    choose_batching,
+    choose_scoring,
+    export_model,
+    flop_shape,
+    join_group,
+    load_language,
+)
 from rlhf.watchdog import watched
 from step1_sft.config import SFTConfig
 from step1_sft.evaluate import evaluate_loss, summarise_answers, to_samples
@@ -39,6 +47,7 @@ def train(cfg: SFTConfig) -> None:
     """Fine-tune a causal LM on demonstrations and leave a model folder."""
     ds = ds_config.load(cfg.deepspeed)
     language = load_language(cfg.data, cfg.tokenizer, cfg.model, stage="sft")
+    group = join_group(cfg.parallel, cfg.model, language)
     dataset = build_dataset(
         cfg.data, stage="sft", part="train", template=language.template, tokenizer=language.tokenizer
     )
@@ -53,8 +62,8 @@ def train(cfg: SFTConfig) -> None:
         dataset,
         global_batch_size=cfg.global_batch_size,
         batching=batching,
-        rank=rank(),
-        world_size=world_size(),
+        rank=group.number,
+        world_size=group.count,
         seed=cfg.run.seed,
         epochs=cfg.epochs,
         max_steps=cfg.max_steps,
@@ -62,7 +71,14 @@ def train(cfg: SFTConfig) -> None:
 
     def collate(micro_batches: list[list[SFTRow]]) -> list[TokenBatch]:
         return [
-            collate_sft(rows, pad_id=language.pad_id, device=device(), packed=batching.packed, loss_on=cfg.loss_on)
+            collate_sft(
+                rows,
+                pad_id=language.pad_id,
+                device=device(),
+                packed=batching.packed,
+                loss_on=cfg.loss_on,
+                group=group,
+            )
             for rows in micro_batches
         ]
 
@@ -74,7 +90,7 @@ def train(cfg: SFTConfig) -> None:
     check_length_fits(model.config, cfg.data.max_prompt_tokens + cfg.data.max_response_tokens)
     wrapped = Policy(model, closed_form=choose_loss(cfg.fused_loss, zero_stage=ds_config.zero_stage(ds)))
     policy = TrainEngine(wrapped, ds=ds, optim=cfg.optim, role="policy", num_steps=len(loader))
-    evaluate = make_evaluation(cfg, policy, language, batching, run)
+    evaluate = make_evaluation(cfg, policy, language, batching, group, run)
     run.watch([policy], shape=flop_shape(wrapped), lora=cfg.model.lora.rank)
     checkpoints = Checkpoints(run, {"policy": policy}, {"loader": loader}, language=language)
     checkpoints.resume()
@@ -119,7 +135,7 @@ class Evaluation(Protocol):
 
 
 def make_evaluation(
-    cfg: SFTConfig, policy: TrainEngine, language: Language, batching: Batching, run: Run
+    cfg: SFTConfig, policy: TrainEngine, language: Language, batching: Batching, group: Group, run: Run
 ) -> Evaluation:
     """Read the held-out rows once and return the function that evaluates on them."""
     held_out = build_dataset(
@@ -148,7 +164,12 @@ def make_evaluation(
     def evaluate(step: int, *, answers: bool) -> dict[str, float]:
         with run.timer("eval"):
             values = evaluate_loss(
-                policy, held_out, batching=scoring, max_rows=cfg.eval.max_rows, pad_id=language.pad_id
+                policy,
+                held_out,
+                batching=scoring,
+                group=group,
+                max_rows=cfg.eval.max_rows,
+                pad_id=language.pad_id,
             )
             if answers and rows:
                 given = answer_rows(policy, voice, rows, seed=run.seed_for("answers", 0))

@@ -9,7 +9,7 @@ _OVERRIDES = "Any key of a stage's config can be set with --sft.KEY, --reward.KE
 
 
 def add_arguments(parser: argparse.ArgumentParser, add_where: Callable[[argparse.ArgumentParser], None]) -> None:
-    """The flags of `rlhf bench peers`, `machine`, `step1`, `step2`, `step3`, `compare` and `scale`.
+    """The flags of `rlhf bench peers`, `machine`, `step1`, `step2`, `step3`, `compare`, `scale` and `strategies`.
 
     Args:
         parser: of `rlhf bench`.
@@ -37,6 +37,13 @@ def add_arguments(parser: argparse.ArgumentParser, add_where: Callable[[argparse
     _add_measured(scale, add_where)
     scale.add_argument("--plot", type=Path, metavar="FILE", help="draw the curves as .png, .svg or .html")
     scale.add_argument("--json", type=Path, metavar="FILE", help="write the curves as JSON too")
+    ways = add("strategies", "one step under each ZeRO stage, offload, recomputation, compile", overrides=True)
+    ways.add_argument("--step", type=int, choices=(1, 2, 3), default=1, help="which of the three steps (1)")
+    ways.add_argument("--only", default="", metavar="NAMES", help="only these, as the table names them, ; between")
+    ways.add_argument("--rounds", type=int, default=3, metavar="N", help="runs of each, in turns (3)")
+    _add_measured(ways, add_where)
+    ways.add_argument("--json", type=Path, metavar="FILE", help="write the table as JSON too")
+    ways.add_argument("--write", type=Path, metavar="FILE", help="page whose section the table replaces")
 
 
 def _add_measured(parser: argparse.ArgumentParser, add_where: Callable[[argparse.ArgumentParser], None]) -> None:

@@ -19,7 +19,7 @@ from rlhf.bench.process import ChildError, run_child
 from rlhf.bench.record import Sample, to_json
 from rlhf.bench.table import BEGIN, END, markdown, summary
 from rlhf.bench.workload import FULL, QUICK, Sizes
-from rlhf.sections import write_section
+from rlhf.sections import read_page, write_section
 
 STAGES = ("sft", "reward", "ppo")
 PACKAGES = {"trl": "TRL", "transformers": "generate", "vllm": "vLLM"}
@@ -85,6 +85,8 @@ def read_settings(arguments: argparse.Namespace) -> Settings:
         if stage not in STAGES or not dot or "=" not in rest:
             raise ValueError(f"--set {text!r} is not STAGE.KEY=VALUE with one of the stages {', '.join(STAGES)}.")
         overrides.setdefault(stage, []).append(f"--{rest}")
+    if arguments.write is not None:
+        read_page(arguments.write, begin=BEGIN, end=END)
     work = arguments.work.resolve()
     pythons = {"trl": arguments.trl_python, "vllm": arguments.vllm_python}
     return Settings(

@@ -14,7 +14,7 @@ from rlhf.bench.process import exit_code, run_child
 from rlhf.bench.result import NAMES, Foreseen, Result, check_target, write_result
 from rlhf.bench.show import show_result
 from rlhf.plan.hardware import Device, find_device, load_devices
-from rlhf.plan.setting import Setting, dtype_of, from_recipe, with_lengths
+from rlhf.plan.setting import Setting, dtype_of, from_recipe, sharers, with_lengths
 from rlhf.plan.steps import StepPlan, plan_step
 
 STAGES = {1: "sft", 2: "reward", 3: "ppo"}
@@ -58,14 +58,14 @@ def _run(arguments: argparse.Namespace, overrides: Sequence[str], sources: Sourc
         write_result(arguments.json, result)
 
 
-def measure(arguments: argparse.Namespace, overrides: Sequence[str], sources: Sources) -> Result:
-    """Run the stage and read what it left.
+def prepare(
+    arguments: argparse.Namespace, number: int, overrides: Sequence[str], sources: Sources
+) -> tuple[Recipe, Device | None]:
+    """The recipe, and the device to plan for.
 
     Raises:
-        ValueError: a flag, the recipe or the folder cannot be used; nothing was started or removed.
-        ChildError: a stage failed.
+        ValueError: a flag or the recipe cannot be used; nothing was started or written.
     """
-    number = int(arguments.bench_command.removeprefix("step"))
     stage = STAGES[number]
     for flag, value in (("--steps", arguments.steps), ("--warmup", arguments.warmup), ("--profile", arguments.profile)):
         least = 1 if flag == "--steps" else 0
@@ -76,7 +76,21 @@ def measure(arguments: argparse.Namespace, overrides: Sequence[str], sources: So
         raise ValueError(f"recipe {recipe.name} has no {NAMES[number]}.")
     device = _device(arguments)
     if device is not None:  # what cannot be planned is said before it is measured
-        from_recipe(recipe.name, recipe.stages, device, 1, load=sources.load)
+        ranks = arguments.num_gpus or max(sharers(config) for config in recipe.stages.values())
+        from_recipe(recipe.name, recipe.stages, device, ranks, load=sources.load)
+    return recipe, device
+
+
+def measure(arguments: argparse.Namespace, overrides: Sequence[str], sources: Sources) -> Result:
+    """Run the stage and read what it left.
+
+    Raises:
+        ValueError: a flag, the recipe or the folder cannot be used; nothing was started or removed.
+        ChildError: a stage failed.
+    """
+    number = int(arguments.bench_command.removeprefix("step"))
+    stage = STAGES[number]
+    recipe, device = prepare(arguments, number, overrides, sources)
     if arguments.json is not None:
         check_target(arguments.json, recipe.name)
     work = arguments.work.resolve()

@@ -7,8 +7,8 @@ same calls as the others.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -16,6 +16,8 @@ from torch import Tensor
 
 from rlhf.data.dataset import PreferenceRow, SFTRow
 from rlhf.data.packing import PackedLayout
+from rlhf.data.split_layout import SplitLayout
+from rlhf.distributed import Group
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class Sequences:
     attention_mask_BT: Tensor | None
     """True on real tokens; None where all are."""
     position_ids_BT: Tensor
-    layout: PackedLayout | None
+    layout: PackedLayout | SplitLayout | None
     """Of the packed row; None for padded rows."""
     first_S: Tensor
     """Place of each sequence's first token: its index in `token_ids_BT.flatten()`."""
@@ -36,17 +38,24 @@ class Sequences:
     lengths: tuple[int, ...]
     """The same on the host; the stand-in of an empty micro-batch has none."""
     num_padding: int
-    """Columns without a token."""
+    """Columns without a token, of those that go through the model on this rank."""
 
     @property
     def num_tokens(self) -> int:
-        """Real tokens, a shared prompt counted for each of its sequences."""
+        """Real tokens, a shared prompt counted for each of its sequences; of a split row, this rank's."""
+        if isinstance(self.layout, SplitLayout):
+            return self.num_columns - self.num_padding
         return sum(self.lengths)
 
     @property
     def num_columns(self) -> int:
-        """Tokens that go through the model, padding included."""
-        return self.token_ids_BT.numel()
+        """Tokens that go through the model on this rank, padding included."""
+        return self.layout.width if isinstance(self.layout, SplitLayout) else self.token_ids_BT.numel()
+
+    @property
+    def num_sharers(self) -> int:
+        """Ranks that have a part of these sequences each; the fields are the whole's on all of them."""
+        return self.layout.group.size if isinstance(self.layout, SplitLayout) else 1
 
     def before(self, x_BT: Tensor) -> Tensor:
         """What x says at the token before each one in its sequence; without meaning at a sequence's first token."""
@@ -117,8 +126,9 @@ def collate_sft(
     device: torch.device | str,
     packed: bool,
     loss_on: Literal["responses", "all"] = "responses",
+    group: Group | None = None,
 ) -> TokenBatch:
-    """Batch of step 1.
+    """Batch of step 1; with a group, the targets are those that this rank predicts.
 
     Args:
         rows: may be empty.
@@ -126,12 +136,16 @@ def collate_sft(
         device: of the tensors.
         packed: one row without padding, for models that take it (`models.attention.takes_layout`).
         loss_on: `responses`: the rows' own masks; `all`: every token but the first.
+        group: of ranks that share the packed row and collate the same rows; None or one rank: nobody shares it.
     """
     sequences, place_T = _sequences([row.token_ids for row in rows], pad_id=pad_id, device=device, packed=packed)
-    loss_mask = np.zeros(sequences.num_columns, np.bool_)
+    loss_mask = np.zeros(sequences.token_ids_BT.numel(), np.bool_)
     if rows:
         masks = [row.loss_mask if loss_on == "responses" else np.ones(len(row.token_ids), np.bool_) for row in rows]
         loss_mask[place_T] = np.concatenate([_but_first(mask) for mask in masks])
+    if group is not None and group.size > 1:
+        sequences = _split(sequences, group)
+        loss_mask &= cast(SplitLayout, sequences.layout).predicted
     return TokenBatch(
         sequences=sequences,
         loss_mask_BT=_like_tokens(loss_mask, sequences),
@@ -282,6 +296,14 @@ def _sequences(
         num_padding=int(token_ids.size - lengths.sum()) if token_lists else 1,
     )
     return sequences, place_T
+
+
+def _split(sequences: Sequences, group: Group) -> Sequences:
+    """A packed row, of which each rank of the group computes its part."""
+    assert isinstance(sequences.layout, PackedLayout), "only packed rows are split"
+    layout = SplitLayout(sequences.layout, group)
+    num_real = layout.num_real if sequences.lengths else 0
+    return replace(sequences, layout=layout, num_padding=layout.width - num_real)
 
 
 def _answers(

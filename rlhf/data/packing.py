@@ -74,6 +74,8 @@ class PackedLayout:
         before_T = np.maximum(np.arange(len(first)) - 1, 0)
         for sequence in columns or []:
             before_T[sequence[1:]] = sequence[:-1]
+        self.before = before_T
+        """As `before_T`, on the host."""
         self.before_T = torch.from_numpy(before_T).to(device)
         """Column of the token before each token in its sequence; without meaning at a sequence's first."""
         self.in_order = bool((token_P == np.arange(len(token_P))).all())

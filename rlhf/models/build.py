@@ -36,6 +36,7 @@ from rlhf.distributed import device_type
 from rlhf.models import attention, compiled
 from rlhf.models.linear import use_onednn
 from rlhf.models.lora import add_lora
+from rlhf.models.recompute import recompute_blocks
 
 logger = logging.getLogger(__name__)
 
@@ -394,8 +395,8 @@ def _finish(
     if isinstance(embedding, nn.Embedding):
         # A padding_idx keeps gradients from that row, which may be the stop token's; masks keep padding out already.
         embedding.padding_idx = None
-    if cfg.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if cfg.recompute != "none":
+        recompute_blocks(model, cfg.recompute, every=cfg.recompute_every)
     if device_type() == "cpu":
         use_onednn(model)
     if cfg.lora.rank:

@@ -15,18 +15,13 @@ import torch
 import torch._dynamo
 from torch import nn
 from torch._dynamo.callback import callback_handler
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlhf import heartbeat
+from rlhf.models.backbone import blocks_of, known_blocks
 
 # Variants of one graph that are kept, over all roles of a process, before torch goes on uncompiled; its default of 8 is
 # made for one model. Four roles of one family, each with and without gradients, are 8 at least.
 RECOMPILE_LIMIT = 64
-
-
-def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The decoder layers: what transformers recomputes one by one under gradient checkpointing."""
-    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def compile_blocks(model: nn.Module) -> None:
@@ -35,12 +30,7 @@ def compile_blocks(model: nn.Module) -> None:
     Raises:
         ValueError: the model has no blocks that are known as such.
     """
-    blocks = blocks_of(model)
-    if not blocks:
-        raise ValueError(
-            f"compile is true, but no decoder layers are known in {type(model).__name__}: transformers' "
-            "GradientCheckpointingLayer is not among its modules. Set compile: false for this model."
-        )
+    blocks = known_blocks(model, setting="compile is true", off="compile: false")
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
     _CLOCK.listen()
     for block in blocks:

@@ -18,8 +18,8 @@ FEWEST_WEIGHTS = 1 << 17
 FEWEST_ROWS = 128
 
 
-class CPULinear(nn.Linear):
-    """nn.Linear whose products on a CPU are oneDNN's. Made from one by `use_onednn`."""
+class FlatLinear(nn.Linear):
+    """nn.Linear by `multiply`. Made from one by `use_onednn` and by `models.recompute`."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name of nn.Linear's argument
         """input_..I to output_..O."""
@@ -38,17 +38,22 @@ def use_onednn(model: nn.Module) -> None:
             and module is not head
             and module.in_features * module.out_features >= FEWEST_WEIGHTS
         ):
-            module.__class__ = CPULinear
+            module.__class__ = FlatLinear
 
 
 def multiply(input: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:  # noqa: A002
-    """`F.linear`, by oneDNN where that is faster: input_..I to output_..O, with gradients."""
+    """`F.linear`, by oneDNN where that is faster: input_..I to output_..O, with gradients.
+
+    Otherwise as a matrix: for inputs of more dimensions DeepSpeed's product under ZeRO-3 adds the bias in place, to a
+    tensor that selective recomputation has kept.
+    """
     num_rows = input.numel() // max(input.shape[-1], 1)
     is_float32 = input.dtype == weight_OI.dtype == torch.float32  # torch's own product in 16 bits is oneDNN's already
     pays = num_rows >= FEWEST_ROWS and weight_OI.numel() >= FEWEST_WEIGHTS
     if input.device.type == "cpu" and is_float32 and pays and onednn_multiplies(torch.float32):
         return cast(Tensor, _Multiply.apply(input, weight_OI, bias_O))  # type: ignore[no-untyped-call]
-    return F.linear(input, weight_OI, bias_O)
+    output = F.linear(input.reshape(num_rows, input.shape[-1]), weight_OI, bias_O)
+    return output.view(*input.shape[:-1], len(weight_OI))
 
 
 class _Multiply(torch.autograd.Function):

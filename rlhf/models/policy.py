@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from rlhf import host
 from rlhf.config import SamplingConfig
 from rlhf.data.packing import PackedLayout
+from rlhf.data.split_layout import SplitLayout
 from rlhf.distributed import device_type
 from rlhf.models.backbone import base_of, hidden_states
 from rlhf.models.token_stats import TokenStats, token_stats
@@ -27,6 +28,8 @@ from rlhf.ops import entropy_from_logits, transform_logits
 
 # Tokens whose logits exist at once, forward and backward.
 CHUNK_TOKENS = 1024
+# On a CPU a larger chunk is no faster, and a smaller one would be kept between smaller blocks.
+_CPU_CHUNK_BYTES = host.KEPT_BLOCK_BYTES + (2 << 20)
 
 
 class PolicyOutput(NamedTuple):
@@ -69,19 +72,19 @@ class Policy(nn.Module):
         attention_mask_BT: Tensor | None,
         position_ids_BT: Tensor,
         target_mask_BT: Tensor,
-        layout: PackedLayout | None = None,
+        layout: PackedLayout | SplitLayout | None = None,
         sampling: SamplingConfig | None = None,
         response_position_BT: Tensor | None = None,
         stop_token_ids: Sequence[int] = (),
     ) -> PolicyOutput:
-        """Score the tokens of `target_mask_BT`.
+        """Score the tokens of `target_mask_BT`; of a row split over ranks, those that this rank's columns predict.
 
         Args:
             token_ids_BT: tokens, padded on either side, or one packed row.
             attention_mask_BT: True on real tokens; None for a packed row.
             position_ids_BT: `ops.position_ids_from_mask` of it, or positions inside the sequences of a packed row.
             target_mask_BT: True on tokens to score; never a sequence's first token, which nothing predicts.
-            layout: of a packed row.
+            layout: of a packed row, whole here or split over ranks.
             sampling: score under the distribution that sampling draws from; None scores under the model's own.
             response_position_BT: index of a token in its response; needed if sampling has min_new_tokens.
             stop_token_ids: all ids that end a response.
@@ -93,6 +96,10 @@ class Policy(nn.Module):
             position_ids_BT=position_ids_BT,
             layout=layout,
         )
+        first = 0
+        if isinstance(layout, SplitLayout):
+            target_mask_BT = target_mask_BT & layout.predicted_T
+            first = layout.first
         row_S, column_S = target_mask_BT[:, 1:].nonzero(as_tuple=True)
         column_S = column_S + 1
         before_S = column_S - 1 if layout is None else layout.before_T[column_S]
@@ -115,7 +122,7 @@ class Policy(nn.Module):
             return logprob_C, entropy_from_logits(logits_CV), logits_CV.argmax(dim=-1) == token_C
 
         head = cast(Any, base_of(self.model)).get_output_embeddings()
-        hidden_SD = hidden_BTD.flatten(0, 1).index_select(0, row_S * hidden_BTD.shape[1] + before_S)
+        hidden_SD = hidden_BTD.flatten(0, 1).index_select(0, row_S * hidden_BTD.shape[1] + before_S - first)
 
         def in_closed_form(hidden_SD: Tensor) -> tuple[Tensor, ...]:
             temperature = 1.0 if sampling is None else sampling.temperature
@@ -204,7 +211,6 @@ def _call_once(
 
 
 def _default_chunk(vocab_size: int) -> int:
-    """On a CPU no larger than what it has free again for the next chunk (`host.keep_freed_memory`)."""
     if device_type() != "cpu":
         return CHUNK_TOKENS
-    return max(1, min(CHUNK_TOKENS, host.KEPT_BLOCK_BYTES // (4 * vocab_size)))
+    return max(1, min(CHUNK_TOKENS, _CPU_CHUNK_BYTES // (4 * vocab_size)))

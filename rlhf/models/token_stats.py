@@ -30,13 +30,14 @@ class _TokenStats(torch.autograd.Function):
         entropy_S, lse_S = torch.empty_like(logprob_S), torch.empty_like(logprob_S)
         greedy_S = torch.empty(num_tokens, dtype=torch.bool, device=hidden_SD.device)
         kept: Tensor | None = None
+        weight_CV = torch.empty(0, device=hidden_SD.device)  # one block for all chunks
         for start in range(0, num_tokens, chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
             logits_CV = _logits(hidden_SD[chunk], weight_VD, bias_V, temperature)
             maximum_C1 = logits_CV.amax(dim=-1, keepdim=True)
             logits_CV -= maximum_C1
             chosen_C = logits_CV.gather(-1, token_S[chunk, None]).squeeze(-1)
-            weight_CV = logits_CV.exp()
+            weight_CV = torch.exp(logits_CV, out=weight_CV.resize_(logits_CV.shape))
             sum_C = weight_CV.sum(dim=-1)
             log_sum_C = sum_C.log()
             logprob_S[chunk] = chosen_C - log_sum_C
@@ -84,8 +85,10 @@ class _TokenStats(torch.autograd.Function):
                 bias_grad_V += grad_CV.sum(dim=0)
             grad_CV = grad_CV.to(weight_VD.dtype)
             hidden_grad_SD[chunk] = multiply(grad_CV, weight_VD.t())
-            product_VD = grad_CV.T @ hidden_SD[chunk]
-            weight_grad_VD = product_VD.float() if len(starts) == 1 else weight_grad_VD.add_(product_VD)
+            if grad_CV.dtype == torch.float32:
+                weight_grad_VD.addmm_(grad_CV.T, hidden_SD[chunk])  # a product apart would be as large as the weights
+            else:
+                weight_grad_VD += grad_CV.T @ hidden_SD[chunk]
         return (
             hidden_grad_SD,
             weight_grad_VD.to(weight_VD.dtype),

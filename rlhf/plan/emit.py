@@ -5,7 +5,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,7 @@ def emit(setting: Setting, folder: Path, *, template: Template, load: LoadJson) 
     """Write a recipe that runs the setting, all of it or nothing.
 
     Args:
-        setting: what is run; its layouts split nothing but data, since this code has no other parallelism.
+        setting: what is run; its layouts split data alone, step 1's rows too.
         folder: new.
         template: whose other settings are kept.
         load: reads a DeepSpeed JSON by name or path.
@@ -76,8 +76,8 @@ def emit(setting: Setting, folder: Path, *, template: Template, load: LoadJson) 
     """
     if folder.exists() and any(folder.iterdir() if folder.is_dir() else [folder]):
         raise FileExistsError(f"--emit {folder} is not empty. Name a new folder.")
-    for training in (setting.sft, setting.preference):
-        _check(training.layout)
+    _check(replace(setting.sft.layout, context=1))
+    _check(setting.preference.layout)
     _check(setting.ppo.actor)
     texts = _texts(setting, folder, template, load)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -100,11 +100,8 @@ def _check(layout: Layout) -> None:
     if layout.model_ranks > 1:
         raise ValueError(
             f"--emit cannot write tensor {layout.tensor} x pipeline {layout.pipeline} x context {layout.context}: this "
-            "code runs data parallelism with ZeRO alone. Plan without them."
+            "code divides data alone, and rows in step 1 alone. Plan without them."
         )
-    if layout.recompute == "selective":
-        raise ValueError("--emit cannot write selective recomputation: this code recomputes all or nothing. "
-                         "Set --recompute none or full.")  # fmt: skip
     if layout.dtype not in ("bf16", "fp16", "fp32"):
         raise ValueError(f"--emit cannot write {layout.dtype}: this code trains in bf16, fp16 or fp32. Set --dtype.")
 
@@ -171,14 +168,14 @@ def _fill_training(doc: dict[str, Any], training: Training) -> None:
     doc["global_batch_size"] = layout.global_batch
     doc["epochs"] = training.epochs
     _fill_model(doc["model"], layout)
+    if layout.context > 1:
+        doc["parallel"] = {"sp": layout.context}
 
 
 def _fill_model(model: dict[str, Any], layout: Layout) -> None:
-    for key, value in (("gradient_checkpointing", layout.recompute == "full"), ("lora", layout.lora)):
-        if key == "lora" and (value or "lora" in model):
-            model["lora"] = {**model.get("lora", {}), "rank": value}
-        elif key != "lora" and (value or key in model):
-            model[key] = value
+    model.update(recompute=layout.recompute, recompute_every=layout.recompute_every)
+    if layout.lora or "lora" in model:
+        model["lora"] = {**model.get("lora", {}), "rank": layout.lora}
 
 
 def _fill_lengths(docs: Mapping[str, dict[str, Any]], setting: Setting) -> None:

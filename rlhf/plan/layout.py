@@ -110,6 +110,8 @@ class Layout:
     sequence_parallel: bool = False
     """Norms and residuals split over the tensor group."""
     recompute: Recompute = "none"
+    recompute_every: int = 1
+    """Layers are recomputed in the first of every so many."""
     dtype: str = "bf16"
     lora: int = 0
     """Rank of adapters on all matrices of the layers, which then are the only trained weights; 0: all are trained."""
@@ -124,7 +126,8 @@ class Layout:
     offload_activations: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("gpus", "length", "micro_batch", "accumulation", "tensor", "pipeline", "virtual", "context"):
+        for name in ("gpus", "length", "micro_batch", "accumulation", "tensor", "pipeline", "virtual", "context",
+                     "recompute_every"):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}.")
         if self.gpus % self.model_ranks:
@@ -163,6 +166,11 @@ class Layout:
     def sharded(self) -> bool:
         """ZeRO-3: weights are spread over ranks and gathered where they are used."""
         return self.zero == 3 and self.shards > 1
+
+    @property
+    def recomputed_share(self) -> float:
+        """Share of the layers that are recomputed in some way."""
+        return 1 / self.recompute_every if self.recompute != "none" else 0.0
 
     @property
     def global_batch(self) -> int:

@@ -85,7 +85,7 @@ def trained_parameters(shape: Shape, layout: Layout, *, last: bool = False) -> f
 
 
 def layer_activations(shape: Shape, layout: Layout, stack: Stack) -> float:
-    """Bytes a token that the backward pass of one layer needs, by what is recomputed, on one rank."""
+    """Bytes a token that the backward pass of one recomputed layer needs, by what is recomputed, on one rank."""
     width = 4.0 if layout.dtype == "fp32" else 2.0
     tensor = layout.tensor
     serial = tensor if layout.sequence_parallel else 1
@@ -108,13 +108,14 @@ def layer_activations(shape: Shape, layout: Layout, stack: Stack) -> float:
 
 def activations(shape: Shape, layout: Layout, stack: Stack = OURS) -> tuple[float, float]:
     """(bytes kept for the backward pass, bytes of the layer at work) of a rank of the first stage."""
-    per_layer = layer_activations(shape, layout, stack) * layout.tokens
+    whole = layer_activations(shape, replace(layout, recompute="none"), stack) * layout.tokens
+    share = layout.recomputed_share
+    per_layer = share * layer_activations(shape, layout, stack) * layout.tokens + (1 - share) * whole
     layers = shape.layers / layout.pipeline
     in_flight = float(min(layout.accumulation, layout.pipeline))
     if layout.virtual > 1:  # Korthikanti et al., sec. 4.2.3
         in_flight *= 1 + (layout.pipeline - 1) / (layout.pipeline * layout.virtual)
     kept = 0.0 if layout.offload_activations else per_layer * layers * in_flight
-    whole = layer_activations(shape, replace(layout, recompute="none"), stack) * layout.tokens
     # A layer is recomputed before its backward pass, whose gradients are as large as its widest tensors.
     working = whole if layout.recompute != "none" else whole / 2
     return kept, working

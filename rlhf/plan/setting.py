@@ -177,8 +177,9 @@ def from_recipe(
         budget = int(config["data"].get("micro_batch_tokens", 0)) // tokens
         made = Layout(
             gpus=gpus, length=tokens, micro_batch=budget or int(raw.get("train_micro_batch_size_per_gpu", 1)),
-            zero=int(zero.get("stage", 0)), recompute="full" if model.get("gradient_checkpointing") else "none",
-            dtype=dtype, lora=int(model.get("lora", {}).get("rank", 0)),
+            zero=int(zero.get("stage", 0)), recompute=model.get("recompute", "none"),
+            recompute_every=int(model.get("recompute_every", 1)), dtype=dtype,
+            lora=int(model.get("lora", {}).get("rank", 0)), context=sharers(config),
             offload_optimizer="offload_optimizer" in zero, offload_weights="offload_param" in zero,
         )  # fmt: skip
         return with_batch(made, batch)
@@ -217,7 +218,7 @@ def with_lengths(setting: Setting, *, prompt: float, response: float, micro_batc
         setting: the work.
         prompt: mean tokens.
         response: mean tokens.
-        micro_batch_rows: of an update; None: a micro-batch holds as many tokens as before, or all rows of a rank.
+        micro_batch_rows: of an update, on one rank; None: a micro-batch holds as many tokens as before, or all rows.
     """
     prompt_tokens, response_tokens = max(1, round(prompt)), max(1, round(response))
     length = prompt_tokens + response_tokens
@@ -226,7 +227,7 @@ def with_lengths(setting: Setting, *, prompt: float, response: float, micro_batc
         rows = layout.micro_batch * layout.accumulation
         accumulation = -(-rows // max(1, layout.micro_batch * layout.length // length))
         if micro_batch_rows is not None:
-            accumulation = min(rows, max(1, round(rows / micro_batch_rows)))
+            accumulation = min(rows, max(1, round(rows / (micro_batch_rows * layout.context))))
         return replace(layout, length=length, micro_batch=-(-rows // accumulation), accumulation=accumulation)
 
     ppo = setting.ppo
@@ -252,6 +253,11 @@ def _score_rows(data: Mapping[str, Any], length: int) -> int:
     """Rows of full length in a scoring forward."""
     tokens = data.get("score_micro_batch_tokens")
     return max(1, int(tokens) // length) if tokens else SCORE_ROWS
+
+
+def sharers(stage: Mapping[str, Any]) -> int:
+    """Ranks that share each row's tokens in a stage."""
+    return int(stage.get("parallel", {}).get("sp", 1))
 
 
 def _model(stage: Mapping[str, Any]) -> Shape:

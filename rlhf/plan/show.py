@@ -24,10 +24,12 @@ def said_layout(layout: Layout) -> str:
     """A layout in a few words."""
     words = [f"ZeRO-{layout.zero}"]
     words += [f"TP {layout.tensor}"] * (layout.tensor > 1)
+    words += [f"SP {layout.context}"] * (layout.context > 1)
     words += [f"PP {layout.pipeline}"] * (layout.pipeline > 1)
     words += [f"in {layout.virtual} pieces"] * (layout.virtual > 1)
     words += [f"DP {layout.data}", f"micro-batch {layout.micro_batch} x {layout.accumulation}"]
-    words += [f"recompute {layout.recompute}"] * (layout.recompute != "none")
+    every = f" in 1 of {layout.recompute_every} layers" * (layout.recompute_every > 1)
+    words += [f"recompute {layout.recompute}{every}"] * (layout.recompute != "none")
     words += [f"LoRA {layout.lora}"] * bool(layout.lora)
     words += ["offload"] * layout.offload_optimizer
     return ", ".join(words)

@@ -58,7 +58,9 @@ def step(shape: Shape, layout: Layout, device: Device, stack: Stack = OURS, *, w
     again = count * _again(one, layout, stack)
     tensor = count * _tensor(shape, layout, device, stack)
     busy = useful + again + tensor
-    host = one.host * layers.HOST_PASSES[layout.recompute]
+    share = layout.recomputed_share
+    passes = share * layers.HOST_PASSES[layout.recompute] + (1 - share) * layers.HOST_PASSES["none"]
+    host = one.host * passes
     waiting = count * host
     if layout.zero == 3:
         waiting += (
@@ -110,12 +112,13 @@ def slowest(shape: Shape, layout: Layout, head: float) -> float:
 
 
 def _again(one: layers.LayerTime, layout: Layout, stack: Stack) -> float:
-    """Seconds of the second forward of a layer."""
+    """Seconds of the second forward of a layer, mean over those that have none."""
     if layout.recompute == "full":
-        return one.forward
+        return layout.recomputed_share * one.forward
     if layout.recompute == "selective":
         # Without pairs in memory every second product is made again (torchtitan's "op"); with them, attention's are.
-        return 0.5 * one.products + one.pointwise if stack.on_chip else one.attention
+        again = 0.5 * one.products + one.pointwise if stack.on_chip else one.attention
+        return layout.recomputed_share * again
     return 0.0
 
 
@@ -125,13 +128,13 @@ def _tensor(shape: Shape, layout: Layout, device: Device, stack: Stack) -> float
     size = 2.0 * layout.tokens * shape.hidden
     total = 0.0
     if layout.tensor > 1:
-        times = 6 if layout.recompute == "full" else 4
+        times = 4 + 2 * layout.recomputed_share * (layout.recompute == "full")
         members = group(device, layout.tensor)
         total += times * all_reduce(members, size) * (1 - stack.tensor_overlap)
     if layout.context > 1:
         members = group(device, layout.context, stride=layout.tensor)
         keys = 2.0 * 2 * layout.tokens * layout.context * shape.kv_heads * shape.head_size / layout.tensor
-        passes = 4 if layout.recompute == "full" else 3
+        passes = 3 + layout.recomputed_share * (layout.recompute == "full")
         total += passes * all_gather(members, keys) * 0.5  # half of it under the pairs of the block at hand
     return total
 

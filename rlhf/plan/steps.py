@@ -106,13 +106,18 @@ def _training(setting: Setting, number: int, shape: Shape, training: Training) -
         needed = flops.preference_row(shape, setting.prompt, setting.response, setting.response)
     else:
         needed = flops.sft_row(shape, setting.prompt, setting.response, lora=layout.lora)
-    again = flops.recomputed(shape, layout.length, layout.recompute) * (1 + pairs)
+    again = _recomputed(shape, layout, layout.length) * (1 + pairs)
     return StepPlan(
         number=number, layout=layout, memory={"update": _with_context(found, device)}, seconds=spent.parts(), rows=rows,
         tokens=rows * layout.length * (1 + pairs), model_flops=rows * needed, hardware_flops=rows * (needed + again),
         steps=training.rows * training.epochs / rows, gpus=setting.gpus, peak_flops=device.peak(layout.dtype),
         capacity=device.memory, usd_per_hour=device.usd_per_hour,
     )  # fmt: skip
+
+
+def _recomputed(shape: Shape, layout: Layout, length: float) -> float:
+    """FLOPs of the second forward of one sequence."""
+    return layout.recomputed_share * flops.recomputed(shape, length, layout.recompute)
 
 
 def _with_context(found: Memory, device: Device) -> Memory:
@@ -132,8 +137,8 @@ def _ppo(setting: Setting, ppo: Policy) -> StepPlan:
     needed = total * flops.ppo_row(
         setting.actor, setting.reward, setting.prompt, setting.response, epochs=ppo.epochs, lora=layout.lora
     )  # fmt: skip
-    again = flops.recomputed(setting.actor, setting.length, layout.recompute)
-    again += flops.recomputed(setting.reward, setting.length, ppo.critic.recompute)
+    again = _recomputed(setting.actor, layout, setting.length)
+    again += _recomputed(setting.reward, ppo.critic, setting.length)
     return StepPlan(
         number=3, layout=layout, memory=ppo_memory(setting), seconds=_ppo_seconds(setting, rows, updates), rows=total,
         tokens=total * setting.length, model_flops=needed, hardware_flops=needed + total * ppo.epochs * again,
@@ -253,7 +258,7 @@ def _changed(setting: Setting, number: int) -> list[Remedy]:
 def _layouts(layout: Layout) -> list[tuple[str, Layout]]:
     found = []
     if layout.recompute != "full":
-        found.append(("recompute activations", replace(layout, recompute="full")))
+        found.append(("recompute activations", replace(layout, recompute="full", recompute_every=1)))
     if layout.micro_batch > 1:
         micro = layout.micro_batch // 2
         found.append((f"micro-batch {micro}", replace(layout, micro_batch=micro, accumulation=2 * layout.accumulation)))

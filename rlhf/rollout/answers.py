@@ -10,7 +10,7 @@ from rlhf.config import SamplingConfig
 from rlhf.data.dataset import PromptRow
 from rlhf.data.template import ChatTemplate
 from rlhf.distributed import Group, all_gather_objects, rank, world_size
-from rlhf.engine import FrozenEngine, TrainEngine
+from rlhf.engine import FrozenEngine, NonFiniteError, TrainEngine
 from rlhf.models.lora import merged_state_dict
 from rlhf.rollout.decode import PREFILL_TOKENS, Response, RolloutStats, generate
 from rlhf.rollout.job import Request
@@ -78,7 +78,7 @@ def draw_responses(
     step: int,
     on_stats: Callable[[RolloutStats], None] | None = None,
 ) -> list[Response]:
-    """Sample one response to each of this rank's prompts; a collective unless every rank has weights of its own.
+    """Sample one response to each of this rank's prompts. Collective.
 
     Args:
         engine: holds the policy.
@@ -89,7 +89,39 @@ def draw_responses(
         step: of training; a prompt met again at another step gets another response.
         on_stats: gets what this rank's rollout did, unless Hugging Face's generate or vLLM did it; of a group, its
             first rank alone tells.
+
+    Raises:
+        NonFiniteError: on all ranks, the model's logits are not finite on one.
     """
+    responses: list[Response] = []
+    error: FloatingPointError | None = None
+    try:
+        responses = _draw(engine, voice, prompts, sample_ids=sample_ids, seed=seed, step=step, on_stats=on_stats)
+    except FloatingPointError as caught:
+        error = caught
+    failed = [number for number, has_failed in enumerate(all_gather_objects(error is not None)) if has_failed]
+    if failed:
+        raise NonFiniteError(
+            step=engine.step_count if isinstance(engine, TrainEngine) else 0,
+            rank=failed[0],
+            role=engine.role,
+            what="the logits of a rollout are not finite",
+            accumulated=False,
+        ) from error
+    return responses
+
+
+def _draw(
+    engine: TrainEngine | FrozenEngine,
+    voice: Voice,
+    prompts: Sequence[PromptRow],
+    *,
+    sample_ids: Sequence[int],
+    seed: int,
+    step: int,
+    on_stats: Callable[[RolloutStats], None] | None,
+) -> list[Response]:
+    """`draw_responses`, failing on this rank alone."""
     requests = [
         Request(list(map(int, row.prompt_ids)), row.uid, sample_id)
         for row, sample_id in zip(prompts, sample_ids, strict=True)
@@ -104,9 +136,10 @@ def draw_responses(
     if voice.vllm is not None:
         with lend_weights(engine, voice.lending) as lent:
             voice.vllm.push_weights(merged_state_dict(lent.model.state_dict(), lent.model).items())
-        responses = voice.vllm.generate(**_columns(requests), **shared)
-        voice.vllm.rest()
-        return responses
+        try:
+            return voice.vllm.generate(**_columns(requests), **shared)
+        finally:
+            voice.vllm.rest()
     with lend_weights(engine, voice.lending) as lent:
         all_requests, mine = _of_group(requests, lent.group)
         shared.update(

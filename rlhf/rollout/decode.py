@@ -147,7 +147,11 @@ def generate(  # noqa: PLR0913  the coordinates of sampling are named one by one
     pack = pack_weights if pack_weights is not None else all_ranks_running is None and bool(prompts)
     with inference(model), packed_linears(model) if pack else nullcontext():
         meter = Meter(num_slots=min(batch_size, max(1, len(prompts))), progress=progress, every=progress_every)
-        responses = decode(step_model, requests, job, meter)
+        try:
+            responses = decode(step_model, requests, job, meter)
+        except FloatingPointError:
+            step_model.wait_for_other_ranks(pad_id, device)
+            raise
         step_model.wait_for_other_ranks(pad_id, device)
     if on_stats is not None:
         on_stats(meter.stats())

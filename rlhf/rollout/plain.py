@@ -4,6 +4,7 @@ Where our decoding disagrees with Hugging Face's on a model, that model is decod
 sampling stays: the token is a function of (seed, step, prompt, sample, position), drawn from the same transforms.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -15,6 +16,7 @@ from rlhf.config import SamplingConfig
 from rlhf.data.collate import left_pad
 from rlhf.models.backbone import base_of
 from rlhf.rollout.decode import Response, inference
+from rlhf.rollout.job import check_finite
 from rlhf.rollout.sampling import TokenChooser, uniform
 from rlhf.rollout.stopping import StopRule
 
@@ -39,6 +41,7 @@ def generate_plain(  # noqa: PLR0913  the signature of decode.generate, which it
 
     Raises:
         ValueError: the weights are sharded: ranks cannot be kept in step inside Hugging Face's loop.
+        FloatingPointError: the model's logits are not finite.
     """
     if all_ranks_running is not None:
         raise ValueError(
@@ -82,6 +85,8 @@ def generate_plain(  # noqa: PLR0913  the signature of decode.generate, which it
             logprobs = torch.stack(chooser.logprobs, dim=1).tolist()
             for ids, row_logprobs in zip(new_ids, logprobs, strict=True):
                 end = stops.end(ids, num_seen=0)
+                bad_position = next((i for i, x in enumerate(row_logprobs[:end]) if not math.isfinite(x)), None)
+                check_finite(bad_position is None, bad_position or 0)
                 responses.append(Response(ids[:end], row_logprobs[:end], stopped=end is not None))
     return responses
 

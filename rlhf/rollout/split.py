@@ -5,7 +5,7 @@ Each rank holds an equal share of the attention heads and of the hidden units be
 so that a block needs one sum over the group. Embedding and head are split over the vocabulary.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,10 +58,29 @@ def check_split(shape: Mapping[str, Any], num_ranks: int) -> None:
             f"{said}: models of model_type {family} cannot be split for generation, only {', '.join(FAMILIES)}. Set it "
             "to 1; if the weights do not fit one rank, set rollout.weights=layerwise."
         )
-    for what, names in (("attention heads", _HEADS), ("key and value heads", _KEY_HEADS), ("hidden units", _INNER)):
-        number = next((shape[name] for name in names if isinstance(shape.get(name), int)), None)
-        if number is not None and number % num_ranks:
-            raise ValueError(
-                f"{said}: the model's {number} {what} do not divide over {num_ranks} ranks, and each rank needs whole "
-                f"ones. Use a divisor of {number}."
-            )
+    check_heads(shape, num_ranks, said=said)
+    _check_divides(shape, "hidden units", _INNER, num_ranks, said=said)
+
+
+def check_heads(shape: Mapping[str, Any], num_ranks: int, *, said: str) -> None:
+    """Check that each of so many ranks can have its share of a model's heads.
+
+    Args:
+        shape: what its config.json holds.
+        num_ranks: of a group.
+        said: the setting and its value.
+
+    Raises:
+        ValueError: the heads, or the key and value heads, do not divide.
+    """
+    _check_divides(shape, "attention heads", _HEADS, num_ranks, said=said)
+    _check_divides(shape, "key and value heads", _KEY_HEADS, num_ranks, said=said)
+
+
+def _check_divides(shape: Mapping[str, Any], what: str, names: Sequence[str], num_ranks: int, *, said: str) -> None:
+    number = next((shape[name] for name in names if isinstance(shape.get(name), int)), None)
+    if number is not None and number % num_ranks:
+        raise ValueError(
+            f"{said}: the model's {number} {what} do not divide over {num_ranks} ranks, and each rank needs whole "
+            f"ones. Use a divisor of {number}."
+        )

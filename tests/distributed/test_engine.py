@@ -19,6 +19,7 @@ from rlhf.engine import FrozenEngine, NonFiniteError, TrainEngine
 from rlhf.models import linear
 from tests.distributed.harness import Ranks, RanksFailed
 from tests.distributed.tiny import (
+    DEFAULT_THRESHOLDS,
     EOS,
     VOCAB,
     PlainTorch,
@@ -26,19 +27,13 @@ from tests.distributed.tiny import (
     loss_sum,
     max_difference,
     num_targets,
+    opt_config,
     steps_of_rows,
     tiny_opt,
     train_step,
 )
 
 STAGES = ["cpu_zero0", "cpu_zero1", "cpu_zero2", "cpu_zero3"]
-# DeepSpeed's own thresholds keep every weight of a model this small gathered.
-DEFAULT_THRESHOLDS = {
-    "stage3_param_persistence_threshold": 100_000,
-    "stage3_max_live_parameters": 1_000_000_000,
-    "stage3_max_reuse_distance": 1_000_000_000,
-    "stage3_prefetch_bucket_size": 50_000_000,
-}
 
 
 def available(trained: TrainEngine | FrozenEngine) -> int:
@@ -109,7 +104,7 @@ def onednn_job() -> dict[str, tuple[float, float]]:
     for name in STAGES:
         model = tiny_opt()
         linear.use_onednn(model)
-        assert any(isinstance(module, linear.CPULinear) for module in model.modules())
+        assert any(isinstance(module, linear.FlatLinear) for module in model.modules())
         trained = engine_of(model, name, eps=1.0)
         found = [train_step(trained, rows, num_micro=2) for rows in steps]
         losses = [abs(loss - other) for (loss, _), (other, _) in zip(found, expected, strict=True)]
@@ -430,6 +425,76 @@ def test_bf16_and_offload(ranks: Ranks) -> None:
         # bf16 has 8 bits of mantissa; measured up to 5e-3.
         tolerance = 2e-2 if "bf16" in case else 1e-5
         assert max(abs(a - b) for a, b in zip(found, plain, strict=True)) < tolerance, (case, found, plain)
+
+
+ZERO_SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{f"overlap, {name}": (name, {"overlap_comm": True, "contiguous_gradients": True}) for name in STAGES[1:]},
+    "reduce without scatter": ("cpu_zero2", {"reduce_scatter": False}),
+    "round robin": ("cpu_zero2", {"round_robin_gradients": True}),
+    "DeepSpeed's thresholds": ("cpu_zero3", DEFAULT_THRESHOLDS),
+    "prefetch": ("cpu_zero3", {"stage3_prefetch_bucket_size": 1000}),
+    "hpZ": ("cpu_zero3", {"zero_hpz_partition_size": 2}),
+    "qgZ, inside one machine": ("cpu_zero3", {"zero_quantized_gradients": True}),
+}
+
+
+def zero_settings_job() -> dict[str, tuple[float, float]]:
+    """For each setting the largest difference to plain torch, of losses and of weights after four steps."""
+    engine.setup(timeout_seconds=60)
+    steps, found = steps_of_rows(4), {}
+    for case, (name, zero) in ZERO_SETTINGS.items():
+        oracle = PlainTorch(tiny_opt(), lr=1e-2, clip_norm=0.5)
+        trained = engine_of(tiny_opt(), name, changes={"zero_optimization": zero}, lr=1e-2, clip_norm=0.5)
+        losses = [abs(train_step(trained, rows, num_micro=2)[0] - oracle.step(rows)[0]) for rows in steps]
+        found[case] = (max(losses), max_difference(trained.full_state_dict(), oracle.model))
+    return found
+
+
+def test_how_zero_communicates_changes_nothing(ranks: Ranks) -> None:
+    for case, (losses, weights) in ranks(zero_settings_job, timeout=120)[0].items():
+        assert losses < 1e-5 and weights < 1e-3, (case, losses, weights)
+
+
+def hpz_of_roles_job() -> tuple[list[float], list[int]]:
+    """Two roles with hpZ and one without, built as a stage builds them: differences to plain torch; shards of weights.
+
+    One weight after the other is gathered, so that the second shard is used.
+    """
+    engine.setup(timeout_seconds=60)
+    found, shards = [], []
+    steps = steps_of_rows(3)
+    for size in (2, 2, 1):
+        zero = {"stage": 3, "zero_hpz_partition_size": size, "stage3_param_persistence_threshold": 0}
+        with engine.zero3_init({**ds_config.load("cpu_zero3"), "zero_optimization": zero}):
+            model = OPTForCausalLM._from_config(opt_config())
+        trained = engine_of(model, "cpu_zero3", changes={"zero_optimization": zero}, lr=1e-2)
+        oracle = PlainTorch(tiny_opt(), lr=1e-2)
+        with trained.gathered(list(trained.module.parameters())):
+            oracle.model.load_state_dict({k: v.detach().clone() for k, v in trained.module.state_dict().items()})
+        found.append(max(abs(train_step(trained, rows)[0] - oracle.step(rows)[0]) for rows in steps))
+        found.append(max_difference(trained.full_state_dict(), oracle.model))
+        shards.append(sum(p.ds_secondary_tensor is not None for p in trained.module.parameters()))
+    return found, shards
+
+
+def test_hpz_is_a_role_s_own(ranks: Ranks) -> None:
+    differences, shards = ranks(hpz_of_roles_job, timeout=120)[0]
+    assert max(differences) < 1e-3, differences
+    assert shards[0] == shards[1] > 0 == shards[2]
+
+
+def quantized_weights_job() -> str:
+    engine.setup(timeout_seconds=60)
+    try:
+        engine_of(tiny_opt(), "cpu_zero3", changes={"zero_optimization": {"zero_quantized_weights": True}})
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_quantized_weights_need_an_accelerator(ranks: Ranks) -> None:
+    message = ranks(quantized_weights_job, timeout=60)[0]
+    assert "zero_optimization.zero_quantized_weights" in message and "Remove it" in message
 
 
 def slow_rank_job(name: str) -> None:

@@ -1,5 +1,6 @@
 """Copies of a sharded actor's weights: cast, shared by groups of ranks, and the weights themselves untouched."""
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -157,6 +158,24 @@ def test_a_group_draws_what_one_rank_draws(ranks: Ranks, ds_name: str, *, adapte
             assert ds_name != "cpu_zero3" or found["live"] == 0, name
 
 
+def voice_of(lending: Lending) -> Voice:
+    return Voice(
+        tokenizer=SimpleNamespace(pad_token_id=EOS),  # type: ignore[arg-type]
+        template=SimpleNamespace(stop_token_id=20),  # type: ignore[arg-type]
+        sampling=SamplingConfig(stop_token_ids=list(range(21, 28))),
+        max_new_tokens=20,
+        batch_size=1,
+        lending=lending,
+    )
+
+
+def rows_of(numbers: list[int]) -> list[PromptRow]:
+    return [
+        PromptRow(prompt_ids=np.array(PROMPTS[row]), meta={}, text="", source=0, index=row, uid=100 + row)
+        for row in numbers
+    ]
+
+
 def four_ranks_job() -> dict[str, Any]:
     """Two groups of two ranks, each with rows of its own; one rank has none, the groups' lengths differ."""
     engine.setup(timeout_seconds=60)
@@ -164,18 +183,7 @@ def four_ranks_job() -> dict[str, Any]:
     assert distributed.group_of(2) is group, "made once"
     trained = engine_of(Policy(tiny_model("llama", adapters=True)), "cpu_zero3")
     mine = [[0, 1], [], [2, 3, 4], [5, 6]][rank]
-    voice = Voice(
-        tokenizer=SimpleNamespace(pad_token_id=EOS),  # type: ignore[arg-type]
-        template=SimpleNamespace(stop_token_id=20),  # type: ignore[arg-type]
-        sampling=SamplingConfig(stop_token_ids=list(range(21, 28))),
-        max_new_tokens=20,
-        batch_size=1,
-        lending=Lending(group=group),
-    )
-    rows = [
-        PromptRow(prompt_ids=np.array(PROMPTS[row]), meta={}, text="", source=0, index=row, uid=100 + row)
-        for row in mine
-    ]
+    voice, rows = voice_of(Lending(group=group)), rows_of(mine)
     stats: list[RolloutStats] = []
     found: dict[str, Any] = {"rank": (group.rank, group.size)}
     for dtype in (None, torch.bfloat16):
@@ -205,3 +213,29 @@ def test_two_groups_of_two_ranks(ranks: Ranks) -> None:
     assert [entry["tokens counted"][:1] for entry in found] == [[sum(lengths[:2])], [], [sum(lengths[2:])], []]
     in_bfloat16 = [response for entry in found for response in entry["torch.bfloat16"].values()]
     assert len(in_bfloat16) == len(PROMPTS) and in_bfloat16 != alone
+
+
+def non_finite_job() -> list[tuple[str, int]]:
+    """Token 60 breaks the logits of rank 0 alone; what each rank is told, and how many responses it then gets."""
+    engine.setup(timeout_seconds=60)
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.get_input_embeddings().weight[60] = math.nan  # type: ignore[operator]
+    trained = engine_of(Policy(model), "cpu_zero3")
+    named: dict[str, Any] = {"sample_ids": [0], "seed": 1, "step": 2}
+    found = []
+    for lending, plain in ((Lending(layerwise=True), False), (Lending(), False), (Lending(), True)):
+        voice = replace(voice_of(lending), plain=plain)
+        with pytest.raises(engine.NonFiniteError) as caught:
+            draw_responses(trained, voice, rows_of([5 if distributed.rank() == 0 else 2]), **named)
+        found.append((str(caught.value), len(draw_responses(trained, voice, rows_of([0]), **named))))
+    return found
+
+
+def test_logits_that_are_not_finite_are_known_to_all_ranks(ranks: Ranks) -> None:
+    """D20. Under layerwise lending rank 1's forwards need rank 0's shards to their end; all ranks can go on."""
+    first, second = ranks(non_finite_job, timeout=90)
+    assert first == second and len(first) == 3
+    for text, num_responses in first:
+        assert text.startswith("policy: the logits of a rollout are not finite at step 0 on rank 0"), text
+        assert num_responses == 1

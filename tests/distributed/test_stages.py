@@ -16,6 +16,7 @@ import torch
 from rlhf import distributed, engine
 from rlhf.engine import NonFiniteError
 from rlhf.rollout.decode import Response
+from step1_sft import evaluate as sft_evaluation
 from step1_sft import train as sft_program
 from step2_reward import train as reward_program
 from step3_ppo import rollout as ppo_rollout
@@ -41,6 +42,8 @@ NUM_ROWS = 36
 # learning rate in a direction that rounding chooses.
 EPS = 1e-5
 TWO_RANKS = ("cpu_zero0", "cpu_zero3")
+# Both ranks on every row.
+ONE_GROUP = "cpu_zero3_sp2"
 # DeepSpeed JSON of the actor, and how its weights come to the decoder.
 ACTORS: dict[str, tuple[str, dict[str, Any]]] = {
     "whole": ("cpu_zero0", {}),
@@ -137,6 +140,7 @@ def supervised_job(folder: Path) -> str:
     for name in TWO_RANKS:
         sft(folder, name)
         reward(folder, name)
+    sft(folder, "cpu_zero3", parallel__sp=2, run__out_dir=str(folder / f"sft_{ONE_GROUP}_2"))
     return broken_on_rank_1(folder)
 
 
@@ -213,13 +217,17 @@ def assert_same_weights(one: Path, two: Path, *, weight: float) -> None:
     assert gaps.max().item() < weight and gaps.mean().item() < weight / 20, (gaps.max(), gaps.mean())
 
 
-@pytest.mark.parametrize("name", TWO_RANKS)
+@pytest.mark.parametrize("name", [*TWO_RANKS, ONE_GROUP])
 def test_step1_is_one_trajectory(runs: Runs, name: str) -> None:
-    """1 rank x 4 micro-batches = 2 ranks x 2, ZeRO-0 and ZeRO-3. Sums in another order, through 8 AdamW steps."""
+    """1 rank x 4 micro-batches = 2 ranks x 2, ZeRO-0 and ZeRO-3 = 2 ranks on each of 4, which share its tokens.
+
+    Sums in another order, through 8 AdamW steps.
+    """
     runs.after(supervised_job)
     one, two = runs.folder / "sft_cpu_zero0_1", runs.folder / f"sft_{name}_2"
     assert_same_run(one, two, rel=2e-5, weight=2e-5)
     assert result(one)["num_tokens"] == result(two)["num_tokens"]
+    assert result(one)["model_flops"] == pytest.approx(result(two)["model_flops"])
     assert result(two)["world_size"] == 2
     assert (one / "samples.jsonl").read_text() == (two / "samples.jsonl").read_text()
 
@@ -293,6 +301,38 @@ def resume_job(folder: Path) -> None:
         with pytest.raises(Killed):
             ppo(folder, name, **parts)
     ppo(folder, name, **parts, run__resume=True)
+
+
+def resume_with_another_sp_job(folder: Path) -> set[int]:
+    """Step 1, killed after 4 of its steps with rows shared by both ranks, and finished with rows of each rank's own.
+
+    Returns:
+        How many ranks shared a micro-batch of the evaluation before the first step.
+    """
+    engine.setup(timeout_seconds=60)
+    parts = {"run__out_dir": str(folder / "sft_sp_2_to_1"), "run__save_every": 4}
+    collate, sharers = sft_evaluation.collate_sft, set()
+
+    def spy(*arguments: Any, **named: Any) -> Any:
+        batch = collate(*arguments, **named)
+        sharers.add(batch.sequences.num_sharers)
+        return batch
+
+    with pytest.MonkeyPatch.context() as patch:
+        kill_at(patch, sft_program.Run, step=5)
+        patch.setattr(sft_evaluation, "collate_sft", spy)
+        with pytest.raises(Killed):
+            sft(folder, "cpu_zero2", parallel__sp=2, **parts)
+    sft(folder, "cpu_zero2", run__resume=True, **parts)
+    return sharers
+
+
+def test_step1_resumes_with_another_sp(runs: Runs) -> None:
+    """Rows, metrics and weights of the run that one rank made."""
+    assert runs.after(resume_with_another_sp_job) == [{2}, {2}], "the evaluation's rows are shared too"
+    one, two = runs.folder / "sft_cpu_zero0_1", runs.folder / "sft_sp_2_to_1"
+    assert_same_run(one, two, rel=2e-5, weight=2e-5)
+    assert result(one)["num_tokens"] == result(two)["num_tokens"]
 
 
 PROGRAMS = {"sft": (sft, sft_program, 5), "rm": (reward, reward_program, 3), "ppo": (ppo, ppo_program, 2)}

@@ -16,6 +16,14 @@ VOCAB = 64
 PAD = EOS = 2
 LENGTHS = (12, 1, 5, 9, 3, 7, 2, 11)
 
+# DeepSpeed's own thresholds keep every weight of a model this small gathered.
+DEFAULT_THRESHOLDS = {
+    "stage3_param_persistence_threshold": 100_000,
+    "stage3_max_live_parameters": 1_000_000_000,
+    "stage3_max_reuse_distance": 1_000_000_000,
+    "stage3_prefetch_bucket_size": 50_000_000,
+}
+
 
 def opt_config(**changes: Any) -> OPTConfig:
     fields: dict[str, Any] = {

@@ -245,6 +245,25 @@ def test_kl_explodes_and_step_3_goes_on_at_a_lower_rate(models: Models, tmp_path
         assert scales == pytest.approx([1.0] * saved + [1e-3] * (4 - saved))
 
 
+@pytest.mark.parametrize("action", ["rollback", "stop"])
+def test_a_rollout_that_is_not_finite(models: Models, tmp_path: Path, action: Any) -> None:
+    """D20: the one update of the first step breaks the weights; nothing looks at them before the next rollout."""
+    health = HealthConfig(non_finite=NonFiniteConfig(action=action), rollback_lr_factor=1e-33)
+    changes = {"actor_optim__lr": 1e30, "update__epochs": 1, "update__minibatch_size": 8, "run__save_every": 1}
+    config = models.config(tmp_path / "ppo", run__health=health, max_steps=4, **changes)
+    if action == "stop":
+        with pytest.raises(NonFiniteError, match="actor: the logits of a rollout are not finite at step 1 on rank 0"):
+            train_ppo(config)
+        said = [(event["detector"], event["event"], event["step"]) for event in events(tmp_path / "ppo")]
+        assert said == [("non_finite", "fires", 2), ("non_finite", "stop", 2)]
+        return
+    train_ppo(config)
+    fires, back = events(tmp_path / "ppo")[:2]
+    assert fires["text"].startswith("actor: the logits of a rollout are not finite at step 1")
+    assert (back["event"], back["step"], back["state"]) == ("rollback", 2, "step_00000000")
+    assert len(series(tmp_path / "ppo", "ppo/score")) == 4
+
+
 def test_kl_explosion_stops_step_3(models: Models, tmp_path: Path) -> None:
     health = HealthConfig(kl_explosion=KLConfig(action="stop", patience=2))
     with pytest.raises(UnhealthyError, match="kl_explosion at step 3"):

@@ -255,17 +255,17 @@ def test_activations_are_recomputed_in_the_update_alone(
 
     monkeypatch.setattr(OPTDecoderLayer, "forward", counting)
     found = []
-    for on in (False, True):
+    for how in ("none", "full"):
         calls.clear()
-        changes = {"actor__gradient_checkpointing": on, "critic__gradient_checkpointing": on, "max_steps": 1}
-        train(models.config(tmp_path / f"ppo_{on}", **changes, **NO_EVAL))
+        changes = {"actor__recompute": how, "critic__recompute": how, "max_steps": 1}
+        train(models.config(tmp_path / f"ppo_{how}", **changes, **NO_EVAL))
         found.append(dict(calls))
     without, checkpointed = found
     assert set(without) == set(checkpointed) == {(True, True), (False, False)}
     assert checkpointed[True, True] == 2 * without[True, True]
     assert checkpointed[False, False] == without[False, False]
     for part in ("policy/loss", "value/loss", "train/grad_norm", "critic/grad_norm"):
-        assert series(tmp_path / "ppo_True", part) == pytest.approx(series(tmp_path / "ppo_False", part), abs=1e-6)
+        assert series(tmp_path / "ppo_full", part) == pytest.approx(series(tmp_path / "ppo_none", part), abs=1e-6)
 
 
 def test_a_constant_reward_does_not_move_the_policy_far(digits: Models, tmp_path: Path) -> None:

@@ -81,6 +81,21 @@ def test_both_curves_are_measured(hardware: Path, tmp_path: Path) -> None:
         assert curve["points"][1]["planned_efficiency"] is not None
 
 
+def test_strategies_are_measured_in_turns(hardware: Path, tmp_path: Path) -> None:
+    page, out = tmp_path / "page.md", tmp_path / "ways.json"
+    page.write_text("<!-- rlhf bench strategies: begin -->\n<!-- rlhf bench strategies: end -->\n")
+    done = rlhf("bench", "strategies", "--recipe", "tiny_cpu", "--num_gpus", "2", "--rounds", "2", "--warmup", "1",
+                "--steps", "2", "--profile", "1", "--only", "ZeRO-0;ZeRO-3, bf16, recompute selective",
+                "--hardware", str(hardware), "--work", str(tmp_path / "work"), "--json", str(out),
+                "--write", str(page))  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    plain, sharded = json.loads(out.read_text())["strategies"]
+    assert len(plain["step_seconds"]) == len(sharded["step_seconds"]) == 2
+    assert sharded["tokens_per_second_per_rank"] < plain["tokens_per_second_per_rank"]
+    assert plain["planned_step_seconds"] > 0 and 0 < sharded["communication_frac"] < 1
+    assert page.read_text().count(" GB | ") == 2 and "1.00 x" in page.read_text()
+
+
 def test_a_stage_that_fails_is_said_with_the_end_of_its_log(tmp_path: Path) -> None:
     """No rows remain: that is found by the stage."""
     empty = tmp_path / "empty.jsonl"

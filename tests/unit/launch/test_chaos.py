@@ -2,12 +2,20 @@
 
 import dataclasses
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from launch import chaos
 from launch.chaos import ChaosOptions, Kill, compare, draw_kills, main, table
+from launch.victims import MARK
 
 
 @pytest.fixture
@@ -53,6 +61,32 @@ def test_comparison_sees_values_and_weights_but_no_clock(tmp_path: Path) -> None
     (tmp_path / "same" / "metrics.jsonl").write_text("")
     assert compare(whole, tmp_path / "same") == ["metrics.jsonl has 0 lines, not 1"]
     assert compare(whole, tmp_path / "nothing")[-1] == "model/model.safetensors differs"
+
+
+@pytest.mark.parametrize(
+    ("phase", "ended", "happened"), [("train", False, "after step 3, 0.05 s in"), ("done", True, "after its end")]
+)
+def test_a_kill_comes_in_steps_of_the_run_and_at_the_stage_s_end_at_the_latest(
+    tmp_path: Path, phase: str, *, ended: bool, happened: str
+) -> None:
+    """Half a step of 0.1 s after a step; a stage that was done before is not waited for."""
+    whole, out = tmp_path / "whole" / "step1_sft", tmp_path / "killed" / "step1_sft"
+    write_stage(whole, seconds=0.1)
+    out.mkdir(parents=True)
+    started = time.time()
+    (whole / "progress.json").write_text(json.dumps({"num_steps": 4}))
+    (out / "progress.json").write_text(json.dumps({"phase": phase, "step": 3}))
+    if ended:
+        (out / "result.json").write_text(json.dumps({"status": "done"}))
+    mark = f"test.{os.getpid()}.{phase}"
+    program = [sys.executable, "-c", "import time; time.sleep(60)"]
+    with subprocess.Popen(program, env={**os.environ, MARK: mark, "RANK": "1"}) as process:
+        attempt: Any = SimpleNamespace(out=out.parent, mark=mark, started=started, process=process)
+        stage: Any = SimpleNamespace(name="sft", folder="step1_sft", out_dir=out)
+        kill = Kill(zero=0, stage="sft", target="rank", moment="step", fraction=1.0, delay=0.5)
+        chaos._strike(kill, stage, attempt)
+        assert process.wait(timeout=10) == -signal.SIGKILL
+    assert (kill.happened, kill.killed) == (happened, "rank 1")
 
 
 def test_table() -> None:

@@ -44,6 +44,7 @@ def test_tiny_cpu_has_none(tmp_path: Path) -> None:
         ("--ppo.data.max_response_tokens=300", r"step3_ppo: .*= \d+ is above max_position_embeddings=\d+ of actor"),
         ("--ppo.gold_rule=politness", "gold_rule=politness: there is no such rule. Use one of .*politeness"),
         ("--ppo.rollout.tensor_parallel=3", "step3_ppo: rollout.tensor_parallel=3 does not divide the 2 ranks"),
+        ("--sft.parallel.sp=3", "step1_sft: parallel.sp=3 does not divide the number of ranks, 2. Use a divisor of it"),
         ("--ppo.rollout.dtype=bfloat16", "step3_ppo: rollout.dtype=bfloat16, but the actor is trained in float32"),
         ("--ppo.data.split.seed=3", "step3_ppo: data.split=.*a prompt could stand in both"),
         ("--reward.data.template=plain", "step2_reward: data.template=plain, but step1_sft uses auto"),
@@ -68,18 +69,30 @@ def test_a_model_that_cannot_be_split(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "tensor_parallel=2: models of model_type bloom cannot be split" in problems(tmp_path, overrides=overrides)
 
 
+def test_heads_that_cannot_be_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "_origin", lambda *_: {"model_type": "llama", "num_attention_heads": 3})
+    found = problems(tmp_path, overrides=["--sft.parallel.sp=2"])
+    assert "step1_sft: parallel.sp=2: the model's 3 attention heads do not divide over 2 ranks" in found
+
+
 def test_all_at_once(tmp_path: Path) -> None:
     overrides = ["--sft.deepspeed=zero4", "--ppo.gold_rule=x", "--reward.model.path=./none"]
     assert len(problems(tmp_path, overrides=overrides).splitlines()) == 3
 
 
-def test_fp16_on_a_cpu(tmp_path: Path) -> None:
-    raw = {"train_micro_batch_size_per_gpu": 1, "fp16": {"enabled": True}}
-    (tmp_path / "fp16.json").write_text(json.dumps(raw))
-    found = problems(tmp_path, overrides=[f"--sft.deepspeed={tmp_path}/fp16.json"])
-    assert "fp16 does not train on a CPU" in found
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ({"fp16": {"enabled": True}}, "fp16 does not train on a CPU"),
+        ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "(ZeRO++ qwZ) does not run on a CPU"),
+    ],
+)
+def test_what_deepspeed_cannot_do_on_a_cpu(tmp_path: Path, section: dict[str, Any], said: str) -> None:
+    (tmp_path / "other.json").write_text(json.dumps({"train_micro_batch_size_per_gpu": 1, **section}))
+    overrides = [f"--sft.deepspeed={tmp_path}/other.json"]
+    assert said in problems(tmp_path, overrides=overrides)
     remote = Placement(hosts=(Host("n", (0,)),), hostfile=Path("/n"))
-    assert "fp16" not in problems(tmp_path, placement=remote, overrides=[f"--sft.deepspeed={tmp_path}/fp16.json"])
+    assert said not in problems(tmp_path, placement=remote, overrides=overrides)
 
 
 def test_hybrid_engine_limit(tmp_path: Path) -> None:

@@ -93,6 +93,13 @@ def test_failing_rank_is_named(tmp_path: Path, ranks: list[str], failed: str) ->
     assert describe_failure(outcome, "") == failed
 
 
+def test_an_end_is_seen_while_the_caller_is_busy(tmp_path: Path) -> None:
+    """The launcher reaps a rank within a second of its end; what ended it is then known from its exit code alone."""
+    dies = "import time, os; time.sleep(1.6); os.kill(os.getpid(), 9)"
+    outcome = watched([sys.executable, "-c", NODE_LAUNCHER, WAIT, dies], tmp_path, on_tick=lambda: time.sleep(3.0))
+    assert outcome.rank_exits[0] == RankExit(1, signal.SIGKILL)
+
+
 @pytest.mark.parametrize(
     ("ended", "rank"),
     [

@@ -11,8 +11,8 @@ if sys.argv[1] == "keep" and not keep_freed_memory():
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 before = faults()
-for _ in range(20):
-    torch.ones(10 << 20)
+for _ in range(40):
+    torch.ones(9 << 20)
 print(faults() - before)
 """
 
@@ -24,6 +24,6 @@ def page_faults(*arguments: str) -> int:
     return int(done.stdout)
 
 
-def test_blocks_of_40_mib_are_taken_again_without_new_pages() -> None:
-    """20 blocks are 204,800 pages of 4 KiB if each is new; kept, a few are, until the heap has grown."""
+def test_blocks_of_36_mib_are_taken_again_without_new_pages() -> None:
+    """40 blocks are 368,640 pages of 4 KiB if each is new; kept, a few are, until the heap has grown."""
     assert page_faults("keep") < 0.6 * page_faults("leave")

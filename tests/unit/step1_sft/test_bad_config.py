@@ -50,6 +50,7 @@ def test_the_good_one_is_taken(good: Path, capsys: pytest.CaptureFixture[str]) -
     [
         ("epochs: .nan\n", "epochs must be a finite number"),
         ("epochs: .inf\n", "epochs must be a finite number"),
+        ("parallel: {sp: 0}\n", "parallel.sp must be >= 1, got 0. Use 1"),
         ("epochs: 1\nepochs: 2\n", "the key 'epochs' stands twice"),
         ("optim: {lr: 1.0e-3, lr: 2.0e-3}\n", "stands twice"),
         ("global_batch: 8\n", "global_batch"),
@@ -62,6 +63,22 @@ def test_the_good_one_is_taken(good: Path, capsys: pytest.CaptureFixture[str]) -
 def test_a_corpus_of_broken_settings(good: Path, more: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     good.write_text(GOOD + more)
     assert said in refused(["--config", str(good)], capsys)
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("data.packing=off", "parallel.sp=2 shares packed rows between ranks, but data.packing is `off`. Use `auto`"),
+        ("model.attention=eager", "around sdpa attention, but model.attention is eager. Use sdpa, or parallel.sp=1."),
+        ("model.compile=true", "has not been tried with model.compile=true. Set one of the two off."),
+    ],
+)
+def test_what_rows_shared_by_ranks_do_not_go_with(
+    good: Path, flag: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--config", str(good), f"--{flag}"]
+    assert refused(argv, capsys) == ""
+    assert said in refused([*argv, "--parallel.sp=2"], capsys)
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1e999"])

@@ -38,7 +38,7 @@ def both_batches() -> list[Any]:
     return [collate_responses(PROMPTS, RESPONSES, pad_id=1, device="cpu", packed=packed) for packed in (True, False)]
 
 
-@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}])
+@pytest.mark.parametrize("options", [{}, {"recompute": "full"}, {"recompute": "selective"}])
 def test_packed_rows_give_the_log_probs_and_gradients_of_padded_ones(
     packable: dict[str, dict[str, Any]], make: Any, options: dict[str, Any]
 ) -> None:

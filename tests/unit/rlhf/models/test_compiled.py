@@ -100,9 +100,9 @@ def test_loss_and_gradients_are_those_of_uncompiled_blocks(family: dict[str, Any
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_the_partitioned_graphs_do_too(families: dict[str, dict[str, Any]], make: Any, *, checkpointing: bool) -> None:
-    assert_same(make, families["opt"], packed=True, gradient_checkpointing=checkpointing)
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_the_partitioned_graphs_do_too(families: dict[str, dict[str, Any]], make: Any, recompute: str) -> None:
+    assert_same(make, families["opt"], packed=True, recompute=recompute)
 
 
 @pytest.mark.usefixtures("traced")
@@ -120,8 +120,8 @@ def test_machine_code_computes_the_same(
 
 
 @pytest.mark.slow
-def test_machine_code_goes_with_checkpointing(families: dict[str, dict[str, Any]], make: Any) -> None:
-    assert_same(make, families["opt"], packed=True, gradient_checkpointing=True)
+def test_machine_code_goes_with_recomputation(families: dict[str, dict[str, Any]], make: Any) -> None:
+    assert_same(make, families["opt"], packed=True, recompute="full")
 
 
 @pytest.mark.usefixtures("traced")

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from rlhf.models import linear
-from rlhf.models.linear import CPULinear, multiply, onednn_multiplies, product, reorder
+from rlhf.models.linear import FlatLinear, multiply, onednn_multiplies, product, reorder
 
 needs_onednn = pytest.mark.skipif(not onednn_multiplies(torch.float32), reason="this torch has no oneDNN products")
 
@@ -75,12 +75,12 @@ def test_types_that_do_not_fit_are_torchs_to_refuse(everywhere):
 def test_a_built_model_trains_as_before(make, family, monkeypatch):
     """Every family: names and gradients stay; the head is left to its users; small layers are left alone."""
     plain = make.lm(family)
-    assert not any(isinstance(module, CPULinear) for module in plain.modules())
+    assert not any(isinstance(module, FlatLinear) for module in plain.modules())
     monkeypatch.setattr(linear, "FEWEST_WEIGHTS", 1)
     monkeypatch.setattr(linear, "FEWEST_ROWS", 1)
     model = make.lm(family)
     has_linears = any(type(m) is nn.Linear and m is not plain.get_output_embeddings() for m in plain.modules())
-    assert any(isinstance(module, CPULinear) for module in model.modules()) == has_linears
+    assert any(isinstance(module, FlatLinear) for module in model.modules()) == has_linears
     assert type(model.get_output_embeddings()) is nn.Linear
     assert model.state_dict().keys() == plain.state_dict().keys()
     token_ids_BT = torch.arange(20).reshape(2, 10) % plain.config.vocab_size

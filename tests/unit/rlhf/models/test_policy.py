@@ -271,16 +271,6 @@ def test_adapters_take_part(families: Any, make: Any):
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters() if p.requires_grad)
 
 
-def test_gradient_checkpointing_changes_nothing(family: dict[str, Any], make: Any):
-    batch = make.pad(make.rows(5, 3))
-    gradients = []
-    for on in (False, True):
-        model = make.lm(family, gradient_checkpointing=on, dropout=0.0).train()
-        Policy(model)(**batch, target_mask_BT=make.targets(batch)).logprob_BT.sum().backward()
-        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
-    assert torch.allclose(*gradients, atol=1e-5)
-
-
 @pytest.mark.parametrize(
     "name", ["logit_scale", "logits_scaling", "lm_head_multiplier", "final_logit_softcapping", "hidden_size", None]
 )

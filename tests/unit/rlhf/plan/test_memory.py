@@ -68,6 +68,13 @@ def test_full_recomputation_keeps_the_input() -> None:
     assert working == 200 * (8 * 64 + 2 * (4 * 64 + 8 * 64))
 
 
+def test_every_second_layer_recomputed_keeps_the_mean() -> None:
+    layout = Layout(gpus=1, length=100, micro_batch=2, recompute="full", recompute_every=2)
+    none, full = (memory.activations(gpt(4, 64, 4), replace(layout, recompute=how, recompute_every=1))[0]
+                  for how in ("none", "full"))  # fmt: skip
+    assert memory.activations(gpt(4, 64, 4), layout)[0] == pytest.approx((none + full) / 2)
+
+
 def test_micro_batches_in_flight() -> None:
     """1F1B keeps as many as stages; interleaving adds (p - 1) / (p v); accumulation bounds both."""
     shape = gpt(16, 64, 4)

@@ -115,6 +115,34 @@ def test_the_reference_recipe_is_read_as_written() -> None:
     assert ppo.prompts == 240 * 512
 
 
+def test_half_of_the_layers_recomputed_are_half_of_its_flops() -> None:
+    plans = [
+        plan_step(replace(made, sft=replace(made.sft, layout=replace(made.sft.layout, **changes))), 1)
+        for made in [from_models("opt-13b", "opt-350m", DEVICES["a100-80"], 8, Choices())]
+        for changes in ({"recompute": "full"}, {"recompute": "full", "recompute_every": 2})
+    ]
+    whole, half = (plan.hardware_flops - plan.model_flops for plan in plans)
+    assert whole > 0 and half == pytest.approx(whole / 2)
+
+
+def test_ranks_that_share_rows_are_one_replica() -> None:
+    """8 ranks in groups of 2 are 4 replicas: twice the micro-batches, half of each one's tokens on a rank."""
+    name, stages, _ = cli._read_recipe("opt_13b_350m_single_node")
+    shared = {**stages, "sft": {**stages["sft"], "parallel": {"sp": 2}}}
+    alone, pairs = (
+        from_recipe(name, one, DEVICES["a100-80"], 8, load=ds_config.load).sft.layout for one in (stages, shared)
+    )
+    assert pairs.context == 2 and pairs.data == 4 and pairs.global_batch == alone.global_batch
+    assert pairs.accumulation == 2 * alone.accumulation and pairs.tokens == alone.tokens / 2
+    assert pairs.shards == alone.shards == 8
+    made = from_recipe(name, shared, DEVICES["a100-80"], 8, load=ds_config.load)
+    # 16 rows of a group; on each rank a micro-batch of the tokens of one row is two rows of the group.
+    again = with_lengths(made, prompt=28, response=100, micro_batch_rows=1.0).sft.layout
+    assert again.accumulation == 8 and again.micro_batch == 2
+    with pytest.raises(ValueError, match="1 ranks do not split into"):
+        from_recipe(name, shared, DEVICES["a100-80"], 1, load=ds_config.load)
+
+
 def test_a_recipe_without_a_stage_is_refused() -> None:
     with pytest.raises(ValueError, match="recipe x has no reward, ppo"):
         from_recipe("x", {"sft": {}}, DEVICES["a100-80"], 8, load=ds_config.load)

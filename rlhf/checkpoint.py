@@ -19,7 +19,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from rlhf import artifacts, distributed, heartbeat, states
+from rlhf import artifacts, distributed, ds_config, heartbeat, states
 from rlhf.engine import NonFiniteError, TrainEngine
 from rlhf.health import UnhealthyError, Verdict
 from rlhf.metrics import lookup
@@ -337,7 +337,7 @@ class Checkpoints:
             if same_size and layout["zero_stage"] == engine.zero_stage:
                 engine.load_state(state, name)
                 continue
-            if engine.optim.name in ("muon", "adamw_8bit"):
+            if engine.optim.name in ds_config.OBJECTS:
                 raise StateError(
                     f"{state} was saved on {size} ranks with ZeRO-{layout['zero_stage']}, this run has "
                     f"{distributed.world_size()} with ZeRO-{engine.zero_stage}: what optim.name={engine.optim.name} "
@@ -354,7 +354,7 @@ class Checkpoints:
         for name in self.engines:
             self._load_converted(state, record, name, convert_weights)
         logger.warning(
-            "run.resume_weights_only: left behind are the optimisers' moments (Adam starts anew), loss scales and "
+            "run.resume_weights_only: left behind are the optimisers' moments (they start anew), loss scales and "
             "random generators. Kept are weights, steps made, %s and the records.", ", ".join(sorted(self.parts)),
         )  # fmt: skip
 

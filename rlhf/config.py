@@ -253,8 +253,8 @@ class ParallelConfig:
 class OptimConfig:
     """The optimiser and its learning-rate schedule."""
 
-    name: Literal["adamw", "fused_adam", "adamw_8bit", "muon"] = "adamw"
-    """torch's AdamW, DeepSpeed's FusedAdam, bitsandbytes' AdamW with 8-bit moments, or Muon (docs/engine.md)."""
+    name: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
+    """torch's AdamW in its fused kernel, bitsandbytes' AdamW with 8-bit moments, or Muon (docs/engine.md)."""
     lr: float
     """Peak learning rate; Muon's steps are scaled so that AdamW's rates hold for it."""
     betas: tuple[float, float] = (0.9, 0.95)

@@ -29,6 +29,8 @@ _OWNED_BY_YAML = {
 }
 
 # With these values of DeepSpeed's own, a JSON was written by `resolve`, for the record of a run.
+OBJECTS = ("muon", "adamw_8bit")
+"""Optimisers that DeepSpeed is handed as objects."""
 _RESOLVED = {"gradient_accumulation_steps": 1, "gradient_clipping": 0.0}
 
 _NOT_SUPPORTED = {
@@ -253,8 +255,8 @@ def resolve(
     if optim is not None:
         _check_optimizer(ds, optim, stage=stage, offload=offload, source=source)
         cpu_adam = bool(offload and ds.get("zero_force_ds_cpu_optimizer"))
-        if optim.name in ("adamw", "fused_adam"):
-            derived["optimizer"] = _optimizer(optim, own_kernel=cpu_adam or optim.name == "fused_adam")
+        if optim.name not in OBJECTS:
+            derived["optimizer"] = _optimizer(optim, deepspeed_cpu_adam=cpu_adam)
         else:  # an object of the engine's, which DeepSpeed refuses to offload else
             ds["zero_force_ds_cpu_optimizer"] = False
     for key in [key for key in _OWNED_BY_YAML if key in ds]:
@@ -287,7 +289,9 @@ def _check_use(
         _fail(source, "`zero_optimization.offload_optimizer` is set, and a frozen model has none. Remove it.")
 
 
-def _check_optimizer(ds: Mapping[str, Any], optim: OptimConfig, *, stage: int, offload: str | None, source: str) -> None:
+def _check_optimizer(
+    ds: Mapping[str, Any], optim: OptimConfig, *, stage: int, offload: str | None, source: str
+) -> None:
     name = f"optim.name={optim.name}"
     if optim.name == "adamw":
         return
@@ -299,28 +303,22 @@ def _check_optimizer(ds: Mapping[str, Any], optim: OptimConfig, *, stage: int, o
             f"{name} with `zero_optimization.offload_optimizer`: its kernel works on the accelerator's memory. Use "
             "optim.name=adamw, or a JSON without offload.",
         )
-    if optim.name == "fused_adam" and stage == 0 and dtype_name(ds) != "float32":
-        _fail(
-            source,
-            f"{name} at stage 0 with {dtype_name(ds)}: DeepSpeed then flattens weights in a class whose gradients the "
-            "engine cannot clip. Use stage 1, 2 or 3, or optim.name=adamw.",
-        )
     if optim.name == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
         _fail(
             source,
-            f"{name} needs bitsandbytes, which is not installed. Install it with pip install 'rlhf[adamw_8bit]', or use "
+            f"{name} needs bitsandbytes, which is not installed. Install it with pip install 'rlhf[bitsandbytes]', or use "
             "optim.name=adamw.",
         )
 
 
-def _optimizer(optim: OptimConfig, *, own_kernel: bool) -> dict[str, Any]:
+def _optimizer(optim: OptimConfig, *, deepspeed_cpu_adam: bool) -> dict[str, Any]:
     params: dict[str, Any] = {
         "lr": optim.lr,
         "betas": list(optim.betas),
         "eps": optim.eps,
         "weight_decay": optim.weight_decay,
     }
-    if not own_kernel:
+    if not deepspeed_cpu_adam:
         # torch.optim.AdamW: DeepSpeed's own Adams are compiled at first use, which takes a compiler and minutes.
         # `fused` is torch's one-pass kernel, on CPUs too: 54 ms instead of 550 for 25 M weights on one core.
         params.update(torch_adam=True, fused=True)

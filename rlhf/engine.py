@@ -48,8 +48,6 @@ from rlhf import universal  # noqa: E402
 
 # The term that torch.nn.utils.clip_grad_norm_ adds to the norm before it divides.
 CLIP_EPS = 1e-6
-# DeepSpeed's own variable: build this kernel.
-_BUILD_FUSED_ADAM = "DS_BUILD_FUSED_ADAM"
 
 
 class NonFiniteError(UnhealthyError):
@@ -183,7 +181,6 @@ class TrainEngine:
         self.ds = ds_config.resolve(
             ds, optim=optim, world_size=distributed.world_size(), trainable=True, lora=not self._trains_all
         )
-        _check_device(optim)
         self._engine = _initialize(model, self.ds, groups=parameter_groups(model, optim), optim=optim)
         if optim.name == "muon" and self.zero_stage > 0:
             self._engine.optimizer.optimizer.shards = _shards(self._engine, self.zero_stage).__getitem__
@@ -420,13 +417,16 @@ class TrainEngine:
         self.step_count = int(client["step_count"])
 
     def load_universal(self, folder: Path, *, step_count: int) -> None:
-        """Restore weights and moments from the form that `rlhf.universal` writes. Collective.
+        """Restore weights and moments from the form that `rlhf.universal` writes, which has AdamW's. Collective.
 
         Args:
             folder: holds `zero/`.
             step_count: optimiser steps made, for the schedule.
         """
         universal.load(self._engine, self.zero_stage, folder, self._group_names())
+        if self.optim.name in ds_config.OBJECTS:
+            inner = getattr(self._engine.optimizer, "optimizer", self._engine.optimizer)
+            inner.state.clear()  # it begins anew
         self.step_count = step_count
 
     def state_bytes(self) -> dict[str, int]:
@@ -554,14 +554,6 @@ def _initialize(
             model=model, model_parameters=groups, optimizer=made, config=config, dist_init_required=False
         )
     return engine
-
-
-def _check_device(optim: OptimConfig) -> None:
-    if optim.name == "fused_adam" and distributed.device_type() == "cpu" and os.environ.get(_BUILD_FUSED_ADAM) != "1":
-        raise ValueError(
-            f"optim.name=fused_adam on a CPU compiles a kernel at first use, which takes minutes. Use optim.name=adamw, "
-            f"or set {_BUILD_FUSED_ADAM}=1 where a compiler and ninja are installed."
-        )
 
 
 def _shards(engine: Any, zero_stage: int) -> dict[Tensor, list[Shard]]:

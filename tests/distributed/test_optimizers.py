@@ -14,7 +14,7 @@ from rlhf import ds_config, engine
 from rlhf.config import OptimConfig
 from rlhf.engine import TrainEngine
 from rlhf.states import StateError
-from tests.distributed.harness import RanksFailed, Ranks
+from tests.distributed.harness import Ranks
 from tests.distributed.tiny import loss_sum, max_difference, num_targets, steps_of_rows, tiny_opt, train_step
 from tests.saving import resume, save
 
@@ -92,33 +92,31 @@ class ByHand:
         p -= lr * (m / (1 - 0.9**t)) / ((v / (1 - 0.95**t)).sqrt() + EPS)
 
 
-def trajectory_job(optimizer: str, zeros: list[tuple[str, dict[str, Any]]]) -> tuple[dict[Any, Any], dict[Any, Any]]:
-    """Largest differences of losses and weights to the ones by hand; and the losses."""
+def trajectory_job(optimizer: str, zeros: list[tuple[str, dict[str, Any]]]) -> dict[Any, Any]:
+    """Largest differences of losses and weights to the ones by hand."""
     engine.setup(timeout_seconds=60)
     steps = steps_of_rows(NUM_STEPS)
     oracle = ByHand(muon=optimizer == "muon")
     expected = [oracle.step(rows) for rows in steps]
-    differences, losses = {}, {}
+    differences = {}
     for stage, zero in zeros:
         trained = engine_with(optimizer, stage, zero=zero)
         found = [train_step(trained, rows, num_micro=2) for rows in steps]
         assert [stats.lr for _, stats in found] == pytest.approx([rate(step) for step in range(NUM_STEPS)])
         case = stage, "offload_optimizer" in zero
-        losses[case] = [loss for loss, _ in found]
         differences[case] = (
-            max(abs(one - other) for one, other in zip(losses[case], expected, strict=True)),
+            max(abs(loss - other) for (loss, _), other in zip(found, expected, strict=True)),
             max_difference(trained.full_state_dict(), oracle.model.float()),
         )
         oracle.model.double()
-    return differences, losses
+    return differences
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_muon_is_the_formula_at_every_stage(ranks: Ranks, world_size: int) -> None:
     """Rates, clip, decay, momentum, Newton-Schulz and AdamW beside it. On 2 ranks most matrices are divided."""
     zeros = [*((stage, {}) for stage in STAGES), *((stage, OFFLOAD) for stage in STAGES[1:])]
-    differences, _ = ranks(trajectory_job, world_size=world_size, optimizer="muon", zeros=zeros, timeout=120)[0]
-    print(differences)
+    differences = ranks(trajectory_job, world_size=world_size, optimizer="muon", zeros=zeros, timeout=120)[0]
     for case, (loss, weights) in differences.items():
         assert loss < 5e-6 and weights < 1e-5, (case, loss, weights)
 
@@ -128,29 +126,11 @@ def test_muon_is_the_formula_at_every_stage(ranks: Ranks, world_size: int) -> No
 def test_adamw_8bit_follows_adamw(ranks: Ranks, world_size: int) -> None:
     """Moments of 8 bits: near AdamW by hand, as near at every stage, and not equal to it."""
     zeros = [(stage, {}) for stage in STAGES]
-    differences, _ = ranks(trajectory_job, world_size=world_size, optimizer="adamw_8bit", zeros=zeros, timeout=120)[0]
-    print(differences)
+    differences = ranks(trajectory_job, world_size=world_size, optimizer="adamw_8bit", zeros=zeros, timeout=120)[0]
     for case, (loss, weights) in differences.items():
-        assert loss < 1e-3 and 1e-6 < weights < 5e-3, (case, loss, weights)
-
-
-def test_fused_adam_on_a_cpu_is_refused(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(RanksFailed, match="optim.name=fused_adam on a CPU compiles a kernel"):
-        ranks(trajectory_job, world_size=1, optimizer="fused_adam", zeros=[("cpu_zero2", {})])
-
-
-def fused_job() -> tuple[dict[Any, Any], dict[Any, Any]]:
-    import os
-
-    os.environ["DS_BUILD_FUSED_ADAM"] = "1"
-    return trajectory_job("fused_adam", [(stage, {}) for stage in STAGES])
-
-
-@pytest.mark.slow
-def test_fused_adam_is_the_formula(ranks: Ranks) -> None:
-    """DeepSpeed's kernel, compiled here: two to four minutes the first time."""
-    for case, (loss, weights) in ranks(fused_job, world_size=1, timeout=600)[0][0].items():
-        assert loss < 5e-6 and weights < 1e-5, (case, loss, weights)
+        # At stage 0 each weight is below the 4096 numbers from which bitsandbytes quantises.
+        low, high = (0, 1e-6) if case[0] == "cpu_zero0" else (1e-5, 1e-3)
+        assert loss < 1e-4 and low < weights < high, (case, loss, weights)
 
 
 def resume_job(folder: str, optimizer: str) -> list[tuple[Any, bool, bool]]:
@@ -187,7 +167,7 @@ def saved_job(folder: str, optimizer: str) -> None:
     save(folder, {"policy": trained}, step=2)
 
 
-def other_stage_job(folder: str, optimizer: str, weights_only: bool) -> tuple[str, float]:
+def other_stage_job(folder: str, optimizer: str, *, weights_only: bool) -> tuple[str, float]:
     """At another stage; the message, or how far the weights are from those saved."""
     engine.setup(timeout_seconds=60)
     steps = steps_of_rows(3)
@@ -245,8 +225,15 @@ def test_bytes_of_muon_are_counted(ranks: Ranks) -> None:
 
 @needs_bitsandbytes
 def test_bytes_of_8_bit_moments_are_counted(ranks: Ranks) -> None:
-    """4 bytes of master weights, 2 of moments, and for each 256 two scales; two tables of 256 numbers a group."""
-    total = sum(p.numel() for p in tiny_opt().parameters())
+    """Master weights and two moments of a byte each, with a scale for 256; below 4096 numbers moments stay float32.
+
+    At stage 0 that is each weight, at the others the flat vector of biases and norms. Two tables of 256 numbers.
+    """
+    sizes = [(p.ndim, p.numel()) for p in tiny_opt().parameters()]
+    matrix, vector = (sum(size for ndim, size in sizes if (ndim == 2) == wanted) for wanted in (True, False))
+    assert vector < 4096 and max(size for _, size in sizes) < 4096
     for stage, found in ranks(bytes_job, world_size=1, optimizer="adamw_8bit")[0].items():
-        if stage != "cpu_zero0":  # there most weights are below 4096 numbers, whose moments stay in float32
-            assert found == pytest.approx(6 * total + 8 * total / 256, abs=4 * 2 * 256 * 2), stage
+        expected = (
+            12 * (matrix + vector) if stage == "cpu_zero0" else 4 * matrix + (2 + 8 / 256) * matrix + 12 * vector + 2048
+        )
+        assert found == pytest.approx(expected, abs=128), stage

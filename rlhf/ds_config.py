@@ -296,18 +296,21 @@ def _check_optimizer(
     if optim.name == "adamw":
         return
     if offload and ds.get("zero_force_ds_cpu_optimizer"):
-        _fail(source, f"{name} with `zero_force_ds_cpu_optimizer`, which is DeepSpeed's CPU Adam. Remove one of them.")
+        _fail(
+            source,
+            f"{name} does not go with `zero_force_ds_cpu_optimizer`, which is DeepSpeed's CPU Adam. Remove one.",
+        )
     if offload and optim.name != "muon":
         _fail(
             source,
-            f"{name} with `zero_optimization.offload_optimizer`: its kernel works on the accelerator's memory. Use "
-            "optim.name=adamw, or a JSON without offload.",
+            f"{name} does not go with `zero_optimization.offload_optimizer`: its kernel works on the accelerator's "
+            "memory. Use optim.name=adamw, or a JSON without offload.",
         )
     if optim.name == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
         _fail(
             source,
-            f"{name} needs bitsandbytes, which is not installed. Install it with pip install 'rlhf[bitsandbytes]', or use "
-            "optim.name=adamw.",
+            f"{name} needs bitsandbytes, which is not installed. Install it with pip install 'rlhf[bitsandbytes]', or "
+            "use optim.name=adamw.",
         )
 
 

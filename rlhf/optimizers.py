@@ -103,7 +103,7 @@ def orthogonalise(matrix: Tensor) -> Tensor:
     Computed in bfloat16 on accelerators, as published, and in float32 on CPUs; returned in the type of `matrix`.
     """
     a, b, c = COEFFICIENTS
-    x = matrix.float()
+    x: Tensor = matrix.float()
     x = x / (x.norm() + 1e-7)
     if matrix.device.type != "cpu":
         x = x.bfloat16()
@@ -118,7 +118,8 @@ def orthogonalise(matrix: Tensor) -> Tensor:
 
 
 def _matched(matrix: Tensor) -> Tensor:
-    return orthogonalise(matrix) * (ADAMW_RMS * max(matrix.shape) ** 0.5)
+    scale: float = ADAMW_RMS * max(matrix.shape) ** 0.5
+    return orthogonalise(matrix) * scale
 
 
 def _orthogonalise_shards(direction: Tensor, shards: list[Shard]) -> None:
@@ -132,10 +133,10 @@ def _orthogonalise_shards(direction: Tensor, shards: list[Shard]) -> None:
     for bucket in _buckets([shard for shard in shards if shard.divided]):
         sizes = [shard.numel for shard in bucket]
         whole = torch.zeros(sum(sizes), dtype=direction.dtype, device=distributed.device())
-        for shard, piece in zip(bucket, whole.split(sizes), strict=True):
+        for shard, piece in zip(bucket, torch.split(whole, sizes), strict=True):
             piece[shard.start : shard.stop] = shard.of(direction)
         whole = distributed.all_sum(whole)
-        for shard, piece in zip(bucket, whole.split(sizes), strict=True):
+        for shard, piece in zip(bucket, torch.split(whole, sizes), strict=True):
             # In turn, so that the products are shared out; the sum below brings each result to all ranks.
             if number % distributed.world_size() == distributed.rank():
                 piece.copy_(_matched(piece.view(shard.shape)).flatten())
@@ -143,7 +144,7 @@ def _orthogonalise_shards(direction: Tensor, shards: list[Shard]) -> None:
                 piece.zero_()
             number += 1
         whole = distributed.all_sum(whole)
-        for shard, piece in zip(bucket, whole.split(sizes), strict=True):
+        for shard, piece in zip(bucket, torch.split(whole, sizes), strict=True):
             shard.of(direction).copy_(piece[shard.start : shard.stop])
 
 

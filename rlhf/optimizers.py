@@ -8,6 +8,7 @@ gradient.
 """
 
 import importlib
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
@@ -173,6 +174,7 @@ def _adamw_step(weight: Tensor, state: dict[str, Any], group: dict[str, Any]) ->
 
 def adamw_8bit(groups: list[dict[str, Any]], optim: OptimConfig) -> torch.optim.Optimizer:
     """AdamW whose moments are 8-bit numbers with a scale for each 256 (Dettmers et al. 2022, arXiv:2110.02861)."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it misses a kernel that is not for optimisers
     bitsandbytes = importlib.import_module("bitsandbytes")
     made = bitsandbytes.optim.AdamW8bit(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps)
     return cast(torch.optim.Optimizer, made)

@@ -44,7 +44,10 @@ setup(
     extras_require={
         # What `rlhf bench peers` runs beside us; later versions have no PPO trainer.
         "bench": ["trl==1.12.0"],
+        # optim.name=adamw_8bit, on CPUs too.
+        "bitsandbytes": ["bitsandbytes>=0.50,<1"],
         "dev": [
+            "bitsandbytes>=0.50,<1",
             "hypothesis>=6.100,<7",
             "mypy>=1.15,<3",
             "pytest>=8,<10",

@@ -19,7 +19,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from rlhf import artifacts, distributed, heartbeat, states
+from rlhf import artifacts, distributed, ds_config, heartbeat, states
 from rlhf.engine import NonFiniteError, TrainEngine
 from rlhf.health import UnhealthyError, Verdict
 from rlhf.metrics import lookup
@@ -337,6 +337,13 @@ class Checkpoints:
             if same_size and layout["zero_stage"] == engine.zero_stage:
                 engine.load_state(state, name)
                 continue
+            if engine.optim.name in ds_config.OBJECTS:
+                raise StateError(
+                    f"{state} was saved on {size} ranks with ZeRO-{layout['zero_stage']}, this run has "
+                    f"{distributed.world_size()} with ZeRO-{engine.zero_stage}: what optim.name={engine.optim.name} "
+                    "keeps is not converted. Resume with the ranks and stage of the save, or take the weights alone "
+                    "with run.resume_weights_only."
+                )
             logger.warning(
                 "%s was saved on %d ranks with ZeRO-%d, this run has %d with ZeRO-%d: it goes on, equal to rounding",
                 name, size, layout["zero_stage"], distributed.world_size(), engine.zero_stage,
@@ -347,7 +354,7 @@ class Checkpoints:
         for name in self.engines:
             self._load_converted(state, record, name, convert_weights)
         logger.warning(
-            "run.resume_weights_only: left behind are the optimisers' moments (Adam starts anew), loss scales and "
+            "run.resume_weights_only: left behind are the optimisers' moments (they start anew), loss scales and "
             "random generators. Kept are weights, steps made, %s and the records.", ", ".join(sorted(self.parts)),
         )  # fmt: skip
 

@@ -251,14 +251,18 @@ class ParallelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """AdamW and its learning-rate schedule."""
+    """The optimiser and its learning-rate schedule."""
 
+    name: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
+    """torch's AdamW in its fused kernel, bitsandbytes' AdamW with 8-bit moments, or Muon (docs/engine.md)."""
     lr: float
-    """Peak learning rate."""
+    """Peak learning rate; Muon's steps are scaled so that AdamW's rates hold for it."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW betas; 0.95 as in GPT-3 (Brown et al. 2020, app. B) and DeepSpeed-Chat."""
     eps: float = 1e-8
     """AdamW epsilon."""
+    momentum: float = 0.95
+    """Muon's momentum on matrices; what is no hidden matrix goes by betas and eps."""
     weight_decay: float = 0.0
     """Decoupled weight decay on matrices; biases, norms and embeddings of one dimension get none."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
@@ -275,6 +279,8 @@ class OptimConfig:
             raise ValueError(f"optim.lr must be > 0, got {self.lr}.")
         if not (0 <= self.betas[0] < 1 and 0 <= self.betas[1] < 1):
             raise ValueError(f"optim.betas must be in [0, 1), got {self.betas}.")
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"optim.momentum must be in [0, 1), got {self.momentum}.")
         if not 0 <= self.warmup_frac < 1:
             raise ValueError(f"optim.warmup_frac must be in [0, 1), got {self.warmup_frac}.")
         if not 0 <= self.min_lr_frac <= 1:

@@ -8,6 +8,7 @@ know and then trains at ZeRO 0, so an unknown key is an error here.
 import copy
 import dataclasses
 import difflib
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
@@ -28,6 +29,8 @@ _OWNED_BY_YAML = {
 }
 
 # With these values of DeepSpeed's own, a JSON was written by `resolve`, for the record of a run.
+OBJECTS = ("muon", "adamw_8bit")
+"""Optimisers that DeepSpeed is handed as objects."""
 _RESOLVED = {"gradient_accumulation_steps": 1, "gradient_clipping": 0.0}
 
 _NOT_SUPPORTED = {
@@ -250,8 +253,12 @@ def resolve(
     _check_use(ds, stage=stage, offload=offload, trainable=trainable, lora=lora, source=source)
     derived: dict[str, Any] = {"train_batch_size": ds[MICRO_BATCH_KEY] * world_size, **_RESOLVED}
     if optim is not None:
+        _check_optimizer(ds, optim, stage=stage, offload=offload, source=source)
         cpu_adam = bool(offload and ds.get("zero_force_ds_cpu_optimizer"))
-        derived["optimizer"] = _optimizer(optim, deepspeed_cpu_adam=cpu_adam)
+        if optim.name not in OBJECTS:
+            derived["optimizer"] = _optimizer(optim, deepspeed_cpu_adam=cpu_adam)
+        else:  # an object of the engine's, which DeepSpeed refuses to offload else
+            ds["zero_force_ds_cpu_optimizer"] = False
     for key in [key for key in _OWNED_BY_YAML if key in ds]:
         if ds[key] != derived.get(key):
             _fail(
@@ -280,6 +287,31 @@ def _check_use(
         _fail(source, f"stage {stage} shards optimizer state, and a frozen model has none. Use 0 or 3.")
     if not trainable and offload:
         _fail(source, "`zero_optimization.offload_optimizer` is set, and a frozen model has none. Remove it.")
+
+
+def _check_optimizer(
+    ds: Mapping[str, Any], optim: OptimConfig, *, stage: int, offload: str | None, source: str
+) -> None:
+    name = f"optim.name={optim.name}"
+    if optim.name == "adamw":
+        return
+    if offload and ds.get("zero_force_ds_cpu_optimizer"):
+        _fail(
+            source,
+            f"{name} does not go with `zero_force_ds_cpu_optimizer`, which is DeepSpeed's CPU Adam. Remove one.",
+        )
+    if offload and optim.name != "muon":
+        _fail(
+            source,
+            f"{name} does not go with `zero_optimization.offload_optimizer`: its kernel works on the accelerator's "
+            "memory. Use optim.name=adamw, or a JSON without offload.",
+        )
+    if optim.name == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
+        _fail(
+            source,
+            f"{name} needs bitsandbytes, which is not installed. Install it with pip install 'rlhf[bitsandbytes]', or "
+            "use optim.name=adamw.",
+        )
 
 
 def _optimizer(optim: OptimConfig, *, deepspeed_cpu_adam: bool) -> dict[str, Any]:

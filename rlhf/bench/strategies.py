@@ -1,6 +1,7 @@
 """`rlhf bench strategies`: one step of a recipe under each way to run it, in turns, beside the plan. No torch."""
 
 import argparse
+import importlib.util
 import shlex
 import statistics
 import sys
@@ -73,6 +74,13 @@ def strategies(number: int, ranks: int, dtype: str) -> list[Strategy]:
             Strategy(name="bf16", zero={"stage": 0}, json=_BF16),
             Strategy(name="ZeRO-3, bf16, recompute selective", zero=stage3, json=_BF16, model=selective),
         ]
+    found += [
+        Strategy(name="Muon", zero={"stage": 0}, stage=_optimizer(number, "muon")),
+        Strategy(name="ZeRO-3, Muon", zero=stage3, stage=_optimizer(number, "muon")),
+    ]
+    if importlib.util.find_spec("bitsandbytes") is not None:
+        eight_bit = _optimizer(number, "adamw_8bit")
+        found.append(Strategy(name="ZeRO-2, 8-bit moments", zero={"stage": 2}, stage=eight_bit))
     if number == 1 and ranks > 1:
         shared = {"parallel.sp": ranks}
         found += [
@@ -82,6 +90,11 @@ def strategies(number: int, ranks: int, dtype: str) -> list[Strategy]:
                      model={"recompute": "full"}),
         ]  # fmt: skip
     return found
+
+
+def _optimizer(number: int, name: str) -> dict[str, str]:
+    sections = ("actor_optim", "critic_optim") if number == 3 else ("optim",)
+    return {f"{section}.name": name for section in sections}
 
 
 @dataclass(frozen=True, kw_only=True)

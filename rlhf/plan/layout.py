@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Recompute = Literal["none", "selective", "full"]
+Optimizer = Literal["adamw", "adamw_8bit", "muon"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +114,7 @@ class Layout:
     recompute_every: int = 1
     """Layers are recomputed in the first of every so many."""
     dtype: str = "bf16"
+    optimizer: Optimizer = "adamw"
     lora: int = 0
     """Rank of adapters on all matrices of the layers, which then are the only trained weights; 0: all are trained."""
     embeddings_trained: bool = False

@@ -136,7 +136,7 @@ def training(shape: Shape, layout: Layout, stack: Stack = OURS) -> Memory:
 
 
 def _stage(shape: Shape, layout: Layout, stack: Stack, *, last: bool) -> Memory:
-    kept = _state_bytes(layout, stack)
+    kept = _state_bytes(shape, layout, stack)
     trained = trained_parameters(shape, layout, last=last)
     adapters = shape.lora_parameters(layout.lora) / (layout.pipeline * layout.tensor)
     frozen = stage_parameters(shape, layout, last=last) - (trained - adapters) if layout.lora else 0.0
@@ -166,8 +166,14 @@ def _stage(shape: Shape, layout: Layout, stack: Stack, *, last: bool) -> Memory:
     return replace(peak, reserve=RESERVE * (peak.total - peak.context))
 
 
-def _state_bytes(layout: Layout, stack: Stack) -> StateBytes:
-    return StateBytes(weights=4, gradients=4, optimizer=8) if layout.dtype == "fp32" else stack.states
+def _state_bytes(shape: Shape, layout: Layout, stack: Stack) -> StateBytes:
+    kept = StateBytes(weights=4, gradients=4, optimizer=8) if layout.dtype == "fp32" else stack.states
+    if layout.optimizer == "adamw_8bit":  # two bytes for eight, and a scale of four for each 256
+        return replace(kept, optimizer=kept.optimizer - 8 + 2 + 8 / 256)
+    if layout.optimizer == "muon":  # the matrices of layers have one moment
+        share = 1.0 if layout.lora else shape.layers * shape.layer_parameters / shape.parameters
+        return replace(kept, optimizer=kept.optimizer - 4 * share)
+    return kept
 
 
 def gathered(shape: Shape, layout: Layout, stack: Stack = OURS) -> float:

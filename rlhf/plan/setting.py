@@ -168,7 +168,9 @@ def from_recipe(
     reward = actor if preference["model"]["path"] == FED else _model(preference)
     prompt, response = int(ppo["data"]["max_prompt_tokens"]), int(ppo["data"]["max_response_tokens"])
 
-    def layout(config: Mapping[str, Any], model: Mapping[str, Any], json_name: str, batch: int) -> Layout:
+    def layout(
+        config: Mapping[str, Any], model: Mapping[str, Any], json_name: str, batch: int, optim: Mapping[str, Any]
+    ) -> Layout:
         raw = load(json_name)
         zero = raw.get("zero_optimization", {})
         dtype = dtype_of(raw)
@@ -179,6 +181,7 @@ def from_recipe(
             gpus=gpus, length=tokens, micro_batch=budget or int(raw.get("train_micro_batch_size_per_gpu", 1)),
             zero=int(zero.get("stage", 0)), recompute=model.get("recompute", "none"),
             recompute_every=int(model.get("recompute_every", 1)), dtype=dtype,
+            optimizer=optim.get("name", "adamw"),
             lora=int(model.get("lora", {}).get("rank", 0)), context=sharers(config),
             offload_optimizer="offload_optimizer" in zero, offload_weights="offload_param" in zero,
         )  # fmt: skip
@@ -187,15 +190,16 @@ def from_recipe(
     jsons, rollout, update = ppo["deepspeed"], ppo["rollout"], ppo["update"]
     minibatch = int(update["minibatch_size"])
     roles = {
-        role: layout(ppo, ppo[role], jsons[role], minibatch) for role in ("actor", "critic", "reference", "reward")
+        role: layout(ppo, ppo[role], jsons[role], minibatch, ppo.get(f"{role}_optim", {}))
+        for role in ("actor", "critic", "reference", "reward")
     }
     per_step = int(rollout["prompts_per_step"]) * int(rollout["samples_per_prompt"])
     return Setting(
         name=name, actor=actor, reward=reward, device=device, gpus=gpus, prompt=prompt, response=response,
-        sft=Training(layout=layout(sft, sft["model"], sft["deepspeed"], int(sft["global_batch_size"])),
+        sft=Training(layout=layout(sft, sft["model"], sft["deepspeed"], int(sft["global_batch_size"]), sft["optim"]),
                      rows=rows.demonstrations, epochs=float(sft["epochs"])),
         preference=Training(layout=layout(preference, preference["model"], preference["deepspeed"],
-                                          int(preference["global_batch_size"])),
+                                          int(preference["global_batch_size"]), preference["optim"]),
                             rows=rows.pairs, epochs=float(preference["epochs"])),
         ppo=Policy(
             **roles, prompts=float(ppo["max_steps"]) * per_step, prompts_per_step=per_step,

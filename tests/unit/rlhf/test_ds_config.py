@@ -75,6 +75,34 @@ def test_an_adam_is_compiled_only_on_request() -> None:
     assert resolved(stage(2, zero_force_ds_cpu_optimizer=True))["optimizer"]["params"]["torch_adam"]
 
 
+@pytest.mark.parametrize(
+    ("name", "sections", "said"),
+    [
+        ("adamw_8bit", {}, "its kernel works on the accelerator's memory"),
+        ("muon", {"zero_force_ds_cpu_optimizer": True}, "which is DeepSpeed's CPU Adam"),
+    ],
+)
+def test_other_optimisers_with_offload(name: Any, sections: dict[str, Any], said: str) -> None:
+    optim = OptimConfig(lr=1e-4, name=name)
+    offload = stage(2, zero={"offload_optimizer": {"device": "cpu"}}, **sections)
+    with pytest.raises(ValueError, match=f"optim.name={name} .*{said}"):
+        resolved(offload, optim=optim)
+
+
+def test_an_optimiser_of_ours_is_not_deepspeeds_to_make() -> None:
+    """DeepSpeed refuses to offload an object unless it is told that its own Adam is not wanted."""
+    optim = OptimConfig(lr=1e-4, name="muon")
+    final = resolved(stage(2, zero={"offload_optimizer": {"device": "cpu"}}), optim=optim)
+    assert "optimizer" not in final and final["zero_force_ds_cpu_optimizer"] is False
+    assert resolved(json.loads(json.dumps(final)), optim=optim) == final
+
+
+def test_8_bit_moments_need_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ds_config.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"needs bitsandbytes, which is not installed.*'rlhf\[bitsandbytes\]'"):
+        resolved(stage(2), optim=OptimConfig(lr=1e-4, name="adamw_8bit"))
+
+
 def test_resolving_twice_changes_nothing_and_other_values_are_an_error() -> None:
     final = json.loads(json.dumps(resolved(stage(3, hybrid_engine={"enabled": True}))))
     assert resolved(final) == final

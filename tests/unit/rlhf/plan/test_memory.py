@@ -122,6 +122,20 @@ def test_lora_keeps_states_of_adapters_alone() -> None:
     assert found.weights == 2 * (shape.parameters + adapters)
 
 
+def test_moments_of_other_optimisers() -> None:
+    """Per weight 12 bytes with AdamW: 4 less of a layer's weights with Muon, 2 + 8/256 of moments for 8 in 8 bits."""
+    shape = gpt(2, 64, 4)
+    layout = Layout(gpus=1, length=8, accumulation=2)
+    kept = {name: memory.training(shape, replace(layout, optimizer=name), Stack()).optimizer
+            for name in ("adamw", "muon", "adamw_8bit")}  # fmt: skip
+    assert kept["adamw"] - kept["muon"] == pytest.approx(4 * 2 * shape.layer_parameters)
+    assert kept["adamw_8bit"] == pytest.approx((4 + 2 + 8 / 256) * shape.parameters)
+    sharded = replace(layout, gpus=4, zero=1, optimizer="muon")
+    assert memory.training(shape, sharded, Stack()).optimizer == pytest.approx(kept["muon"] / 4)
+    adapters = replace(layout, lora=4, optimizer="muon")
+    assert memory.training(shape, adapters, Stack()).optimizer == pytest.approx(8 * shape.lora_parameters(4))
+
+
 def test_tensor_and_pipeline_divide() -> None:
     shape = MODELS["gpt-175b"]
     whole = memory.stage_parameters(shape, Layout(gpus=1, length=8))

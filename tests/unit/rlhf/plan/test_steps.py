@@ -1,5 +1,6 @@
 """The three steps, what makes one fit, and the search."""
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -113,6 +114,20 @@ def test_the_reference_recipe_is_read_as_written() -> None:
     assert (ppo.actor.zero, ppo.critic.zero, ppo.reference.zero, ppo.reward.zero) == (3, 0, 3, 0)
     assert (ppo.prompts_per_step, ppo.decode_batch, ppo.score_batch, ppo.minibatch) == (512, 64, 16, 64)
     assert ppo.prompts == 240 * 512
+
+
+def test_each_role_s_optimiser_is_planned() -> None:
+    name, stages, gpus = cli._read_recipe("opt_13b_350m_single_node")
+    plain = from_recipe(name, stages, DEVICES["a100-80"], gpus, load=ds_config.load)
+    others = copy.deepcopy(dict(stages))
+    others["sft"]["optim"]["name"] = "muon"
+    others["ppo"]["critic_optim"]["name"] = "adamw_8bit"
+    made = from_recipe(name, others, DEVICES["a100-80"], gpus, load=ds_config.load)
+    roles = (made.sft, made.preference, made.ppo.actor, made.ppo.critic, made.ppo.reward)
+    layouts = [getattr(role, "layout", role) for role in roles]
+    assert [layout.optimizer for layout in layouts] == ["muon", "adamw", "adamw", "adamw_8bit", "adamw"]
+    assert plan_step(plain, 1).peak_memory - plan_step(made, 1).peak_memory > 12e9 * 4 / gpus
+    assert plan_step(plain, 3).peak_memory - plan_step(made, 3).peak_memory > 330e6 * 5.9
 
 
 def test_half_of_the_layers_recomputed_are_half_of_its_flops() -> None:

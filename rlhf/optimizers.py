@@ -1,0 +1,225 @@
+"""Optimisers that DeepSpeed is handed as objects: Muon, and AdamW with 8-bit moments.
+
+Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) steps along the momentum of a matrix with all its singular
+values brought near 1. Under ZeRO an optimiser sees flat shards. Momentum is taken there, element by element; only its
+result is put together, one bucket of matrices at a time, and each matrix is orthogonalised on one rank. DeepSpeed's own
+Muon does that in the backward pass at stages 1 and 2, where norm and clip would be those of the update and not of the
+gradient.
+"""
+
+import importlib
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim.adamw import adamw
+from transformers.pytorch_utils import Conv1D
+
+from rlhf import distributed
+from rlhf.config import OptimConfig
+
+# Quintic Newton-Schulz: the slope at 0 is as large as convergence to [0.7, 1.2] allows (Jordan et al. 2024).
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+NUM_ITERATIONS = 5
+# Root mean square of an AdamW step in units of its rate (Liu et al. 2025, arXiv:2502.16982, sec. 2.2).
+ADAMW_RMS = 0.2
+# Elements of matrices that are put together at once.
+BUCKET_ELEMENTS = 1 << 26
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What a rank's flat vector holds of one matrix: elements `start` to `stop` of it, from `offset` of the vector."""
+
+    shape: tuple[int, int]
+    start: int
+    stop: int
+    offset: int
+    divided: bool
+    """Whether several ranks hold parts of the matrix; the same on all ranks."""
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole matrix."""
+        return self.shape[0] * self.shape[1]
+
+    def of(self, flat: Tensor) -> Tensor:
+        """This part of a rank's vector, as a view."""
+        return flat[self.offset : self.offset + self.stop - self.start]
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for the groups with `matrices` true, AdamW for the others; weight decay is decoupled in both.
+
+    m = momentum m + (1 - momentum) g; the step is lr 0.2 sqrt(max(rows, columns)) orthogonal((1 - momentum) g +
+    momentum m), which has the root mean square of an AdamW step, so that one rate serves both.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], optim: OptimConfig) -> None:
+        """Take parameter groups.
+
+        Args:
+            groups: each with `params`, `weight_decay` and `matrices`.
+            optim: rate, betas, eps and momentum.
+        """
+        defaults = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps, "momentum": optim.momentum}
+        super().__init__(groups, defaults)
+        self.shards: Callable[[Tensor], list[Shard]] | None = None
+        """Under ZeRO: of a flat parameter, its matrices in an order that is the same on all ranks."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update from `.grad`. Collective under ZeRO."""
+        assert closure is None, "no closure"
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is None:
+                    continue
+                if group["matrices"]:
+                    self._muon_step(weight, group)
+                else:
+                    _adamw_step(weight, self.state[weight], group)
+
+    def _muon_step(self, weight: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[weight]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(weight)
+        grad = cast(Tensor, weight.grad)
+        momentum = state["momentum_buffer"].lerp_(grad, 1 - group["momentum"])
+        direction = grad.lerp(momentum, group["momentum"])
+        if weight.ndim == 2:
+            direction = _matched(direction)
+        else:
+            assert self.shards is not None, "the engine says how a flat vector is made of matrices"
+            _orthogonalise_shards(direction, self.shards(weight))
+        weight.mul_(1 - group["lr"] * group["weight_decay"]).add_(direction, alpha=-group["lr"])
+
+
+def orthogonalise(matrix: Tensor) -> Tensor:
+    """Singular vectors as they are, singular values near 1 (0.7 to 1.2): five steps of Newton-Schulz.
+
+    Computed in bfloat16 on accelerators, as published, and in float32 on CPUs; returned in the type of `matrix`.
+    """
+    a, b, c = COEFFICIENTS
+    x: Tensor = matrix.float()
+    x = x / (x.norm() + 1e-7)
+    if matrix.device.type != "cpu":
+        x = x.bfloat16()
+    if matrix.shape[0] > matrix.shape[1]:
+        x = x.mT
+    for _ in range(NUM_ITERATIONS):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    if matrix.shape[0] > matrix.shape[1]:
+        x = x.mT
+    return x.to(matrix.dtype)
+
+
+def _matched(matrix: Tensor) -> Tensor:
+    scale: float = ADAMW_RMS * max(matrix.shape) ** 0.5
+    return orthogonalise(matrix) * scale
+
+
+def _orthogonalise_shards(direction: Tensor, shards: list[Shard]) -> None:
+    """In place, for a rank's vector of all its parts of matrices. Collective where a matrix is divided."""
+    for shard in shards:
+        if not shard.divided and shard.stop > shard.start:
+            part = shard.of(direction)
+            whole = part.view(shard.shape).to(distributed.device())
+            part.copy_(_matched(whole).flatten())
+    number = 0
+    for bucket in _buckets([shard for shard in shards if shard.divided]):
+        sizes = [shard.numel for shard in bucket]
+        whole = torch.zeros(sum(sizes), dtype=direction.dtype, device=distributed.device())
+        for shard, piece in zip(bucket, torch.split(whole, sizes), strict=True):
+            piece[shard.start : shard.stop] = shard.of(direction)
+        whole = distributed.all_sum(whole)
+        for shard, piece in zip(bucket, torch.split(whole, sizes), strict=True):
+            # In turn, so that the products are shared out; the sum below brings each result to all ranks.
+            if number % distributed.world_size() == distributed.rank():
+                piece.copy_(_matched(piece.view(shard.shape)).flatten())
+            else:
+                piece.zero_()
+            number += 1
+        whole = distributed.all_sum(whole)
+        for shard, piece in zip(bucket, torch.split(whole, sizes), strict=True):
+            shard.of(direction).copy_(piece[shard.start : shard.stop])
+
+
+def _buckets(shards: list[Shard]) -> Iterator[list[Shard]]:
+    bucket: list[Shard] = []
+    for shard in shards:
+        if bucket and sum(s.numel for s in bucket) + shard.numel > BUCKET_ELEMENTS:
+            yield bucket
+            bucket = []
+        bucket.append(shard)
+    if bucket:
+        yield bucket
+
+
+def _adamw_step(weight: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    if not state:
+        state["step"] = torch.zeros((), dtype=torch.float32, device=weight.device)
+        state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(weight), torch.zeros_like(weight)
+    beta1, beta2 = group["betas"]
+    adamw(
+        [weight], [cast(Tensor, weight.grad)], [state["exp_avg"]], [state["exp_avg_sq"]], [], [state["step"]],
+        fused=True, amsgrad=False, beta1=beta1, beta2=beta2, lr=group["lr"], weight_decay=group["weight_decay"],
+        eps=group["eps"], maximize=False,
+    )  # fmt: skip
+
+
+def adamw_8bit(groups: list[dict[str, Any]], optim: OptimConfig) -> torch.optim.Optimizer:
+    """AdamW whose moments are 8-bit numbers with a scale for each 256 (Dettmers et al. 2022, arXiv:2110.02861)."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it misses a kernel that is not for optimisers
+    bitsandbytes = importlib.import_module("bitsandbytes")
+    made = bitsandbytes.optim.AdamW8bit(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps)
+    return cast(torch.optim.Optimizer, made)
+
+
+def parameter_groups(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any]]:
+    """Trained weights in groups: matrices are decayed; biases, norms and other vectors are not.
+
+    For Muon there is a group of its own, `matrices` true: the weights of the linear layers but the heads. Embeddings
+    and heads go by AdamW, as is usual.
+
+    Raises:
+        ValueError: no weight is trained, or Muon has no matrix.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if not trained:
+        raise ValueError("no weight of the model requires a gradient. A frozen model belongs in a FrozenEngine.")
+    hidden = _hidden_matrices(model) if optim.name == "muon" else set()
+    if optim.name == "muon" and not any(id(p) in hidden for p in trained):
+        raise ValueError("optim.name=muon, but no matrix of a linear layer is trained. Use optim.name=adamw.")
+    groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
+    for matrices, decay in ((True, optim.weight_decay), (False, optim.weight_decay), (False, 0.0)):
+        groups[matrices, decay] = []
+    for p in trained:
+        # A weight sharded by ZeRO-3 has an empty shape of its own and keeps the real one in ds_shape.
+        decayed = len(getattr(p, "ds_shape", p.shape)) > 1
+        groups[id(p) in hidden, optim.weight_decay if decayed else 0.0].append(p)
+    flag = optim.name == "muon"
+    return [
+        {"params": params, "weight_decay": decay, **({"matrices": matrices} if flag else {})}
+        for (matrices, decay), params in groups.items()
+        if params
+    ]
+
+
+def _hidden_matrices(model: nn.Module) -> set[int]:
+    """Ids of the weights of all linear layers but the heads (language-model head, reward head)."""
+    heads: list[Any] = []
+    for module in model.modules():
+        if hasattr(module, "get_output_embeddings"):
+            heads += [cast(Any, module).get_output_embeddings(), getattr(module, "score", None)]
+    out = {id(parameter) for head in heads if head is not None for parameter in _own(head)}
+    linear = [module for module in model.modules() if isinstance(module, nn.Linear | Conv1D)]
+    return {id(module.weight) for module in linear} - out
+
+
+def _own(module: nn.Module) -> Iterable[nn.Parameter]:
+    return module.parameters(recurse=False)

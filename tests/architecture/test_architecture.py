@@ -68,6 +68,7 @@ LAYERS = (
         "state_checks",
         "resumable",
         "engine_memory",
+        "optimizers",
         "profile",
     ),
     ("engine", "run", "rollout", "checkpoint", "model_folder"),

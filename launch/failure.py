@@ -60,11 +60,10 @@ def explain(outcome: Outcome, ranks: Ranks, log_path: Path) -> Failure:
         rank: int | None = outcome.stuck.rank
         text, code = f"the run was stuck: {outcome.stuck.text}", EXIT_STUCK
     else:
-        rank, text = _culprit(outcome, known, log_text)
-        # The launcher passes on the code of the lowest rank that failed, which may have failed because of this one.
-        statuses = {end.rank: end.status for end in outcome.rank_exits if end.status is not None}
-        if rank in statuses:
-            code = exit_code(os.waitstatus_to_exitcode(statuses[rank]))
+        rank, text, end = _culprit(outcome, known, log_text)
+        if end is not None and end.status is not None:
+            # The launcher's own code is that of the lowest rank that failed, maybe because of this one.
+            code = exit_code(os.waitstatus_to_exitcode(end.status))
         if rank is not None and rank in known:
             text += _details(known[rank], text, outcome, ranks.out_of_memory_kills())
             code = known[rank].exit_code or code
@@ -85,28 +84,32 @@ def explain(outcome: Outcome, ranks: Ranks, log_path: Path) -> Failure:
     )
 
 
-def _culprit(outcome: Outcome, beats: Mapping[int, Beat], log_text: str) -> tuple[int | None, str]:
-    """The first rank that ended by itself: by a signal, or with an exception that no other rank caused."""
+def _culprit(outcome: Outcome, beats: Mapping[int, Beat], log_text: str) -> tuple[int | None, str, RankExit | None]:
+    """The first rank that ended by itself: by a signal, or with an exception that no other rank caused.
+
+    Returns:
+        The rank, what is said of it, and its end where that is what is said.
+    """
     killed = [end for end in outcome.rank_exits if _is_by_signal(end)]
     raised = [beat for beat in beats.values() if beat.state == "failed" and not _CAUSED_BY_OTHERS.search(beat.error)]
     first_killed = min(killed, key=lambda end: end.time, default=None)
     first_raised = min(raised, key=lambda beat: beat.error_time, default=None)
     if first_killed and not (first_raised and first_raised.error_time < first_killed.time):
-        return first_killed.rank, describe_failure(outcome, log_text, end=first_killed)
+        return first_killed.rank, describe_failure(outcome, log_text, end=first_killed), first_killed
     if first_raised:
         verb = "ran out of memory" if _OUT_OF_MEMORY.search(first_raised.error) else "failed"
-        return first_raised.rank, f"rank {first_raised.rank} {verb}: {first_raised.error}"
+        return first_raised.rank, f"rank {first_raised.rank} {verb}: {first_raised.error}", None
     if outcome.rank_exit is not None:
-        return outcome.rank_exit.rank, describe_failure(outcome, log_text)
+        return outcome.rank_exit.rank, describe_failure(outcome, log_text), outcome.rank_exit
     ended = _ended_by_signal(log_text)
     if ended is not None:
-        return ended[0], f"rank {ended[0]} ended with {describe_code(-ended[1])}"
+        return ended[0], f"rank {ended[0]} ended with {describe_code(-ended[1])}", None
     text = describe_failure(outcome, log_text)
     lost = _lost_ranks(_FAILED_HOST.findall(log_text), beats)
     if not lost:
-        return None, text
+        return None, text, None
     names = ", ".join(map(str, lost))
-    return lost[0], f"{text}; rank{'s' if len(lost) > 1 else ''} {names} of it left no word"
+    return lost[0], f"{text}; rank{'s' if len(lost) > 1 else ''} {names} of it left no word", None
 
 
 def _ended_by_signal(log_text: str) -> tuple[int, int] | None:

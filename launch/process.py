@@ -244,7 +244,7 @@ class _RankWatch:
     @property
     def processes(self) -> dict[int, int]:
         """Number of each running rank's process."""
-        return {rank: pid for pid, rank in list(self._ranks.items())}
+        return {rank: pid for pid, rank in self._ranks.items()}
 
     @property
     def first_failure(self) -> RankExit | None:

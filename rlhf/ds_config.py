@@ -19,6 +19,8 @@ from rlhf import strict
 from rlhf.config import OptimConfig
 
 MICRO_BATCH_KEY = "train_micro_batch_size_per_gpu"
+OBJECTS = ("muon", "adamw_8bit")
+"""Optimisers that DeepSpeed is handed as objects."""
 
 _OWNED_BY_YAML = {
     "optimizer": "the optimiser is the YAML's `optim` section",
@@ -29,8 +31,6 @@ _OWNED_BY_YAML = {
 }
 
 # With these values of DeepSpeed's own, a JSON was written by `resolve`, for the record of a run.
-OBJECTS = ("muon", "adamw_8bit")
-"""Optimisers that DeepSpeed is handed as objects."""
 _RESOLVED = {"gradient_accumulation_steps": 1, "gradient_clipping": 0.0}
 
 _NOT_SUPPORTED = {
@@ -253,7 +253,7 @@ def resolve(
     _check_use(ds, stage=stage, offload=offload, trainable=trainable, lora=lora, source=source)
     derived: dict[str, Any] = {"train_batch_size": ds[MICRO_BATCH_KEY] * world_size, **_RESOLVED}
     if optim is not None:
-        _check_optimizer(ds, optim, stage=stage, offload=offload, source=source)
+        _check_optimizer(ds, optim, offload=offload, source=source)
         cpu_adam = bool(offload and ds.get("zero_force_ds_cpu_optimizer"))
         if optim.name not in OBJECTS:
             derived["optimizer"] = _optimizer(optim, deepspeed_cpu_adam=cpu_adam)
@@ -289,18 +289,16 @@ def _check_use(
         _fail(source, "`zero_optimization.offload_optimizer` is set, and a frozen model has none. Remove it.")
 
 
-def _check_optimizer(
-    ds: Mapping[str, Any], optim: OptimConfig, *, stage: int, offload: str | None, source: str
-) -> None:
-    name = f"optim.name={optim.name}"
-    if optim.name == "adamw":
+def _check_optimizer(ds: Mapping[str, Any], optim: OptimConfig, *, offload: str | None, source: str) -> None:
+    if optim.name not in OBJECTS:
         return
+    name = f"optim.name={optim.name}"
     if offload and ds.get("zero_force_ds_cpu_optimizer"):
         _fail(
             source,
             f"{name} does not go with `zero_force_ds_cpu_optimizer`, which is DeepSpeed's CPU Adam. Remove one.",
         )
-    if offload and optim.name != "muon":
+    if offload and optim.name == "adamw_8bit":
         _fail(
             source,
             f"{name} does not go with `zero_optimization.offload_optimizer`: its kernel works on the accelerator's "
@@ -309,8 +307,8 @@ def _check_optimizer(
     if optim.name == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
         _fail(
             source,
-            f"{name} needs bitsandbytes, which is not installed. Install it with pip install 'rlhf[bitsandbytes]', or "
-            "use optim.name=adamw.",
+            f"{name} needs bitsandbytes, which is not installed. Run `pip install 'rlhf-deepspeed[bitsandbytes]'`, "
+            "or use optim.name=adamw.",
         )
 
 

@@ -32,7 +32,7 @@ from rlhf.config import OptimConfig
 from rlhf.engine_memory import num_bytes, optimizer_bytes, weight_bytes
 from rlhf.health import UnhealthyError
 from rlhf.models.compiled import compiled_blocks
-from rlhf.optimizers import Muon, Shard, adamw_8bit, parameter_groups
+from rlhf.optimizers import Muon, make_optimizer, parameter_groups, zero_shards
 from rlhf.schedule import lr_multiplier
 from rlhf.state_writer import StateWriter
 
@@ -181,9 +181,7 @@ class TrainEngine:
         self.ds = ds_config.resolve(
             ds, optim=optim, world_size=distributed.world_size(), trainable=True, lora=not self._trains_all
         )
-        self._engine = _initialize(model, self.ds, groups=parameter_groups(model, optim), optim=optim)
-        if optim.name == "muon" and self.zero_stage > 0:
-            self._engine.optimizer.optimizer.shards = _shards(self._engine, self.zero_stage).__getitem__
+        self._engine = _initialize(model, self.ds, optim=optim)
         if self.zero_stage == 0 and distributed.world_size() == 1:
             # DeepSpeed would copy all gradients into a bucket and back, to reduce them over one rank.
             self._engine.enable_backward_allreduce = False
@@ -423,10 +421,8 @@ class TrainEngine:
             folder: holds `zero/`.
             step_count: optimiser steps made, for the schedule.
         """
-        universal.load(self._engine, self.zero_stage, folder, self._group_names())
-        if self.optim.name in ds_config.OBJECTS:
-            inner = getattr(self._engine.optimizer, "optimizer", self._engine.optimizer)
-            inner.state.clear()  # it begins anew
+        adam = self.optim.name not in ds_config.OBJECTS
+        universal.load(self._engine, self.zero_stage, folder, self._group_names(), moments=adam)
         self.step_count = step_count
 
     def state_bytes(self) -> dict[str, int]:
@@ -529,13 +525,7 @@ class FrozenEngine:
         return full_state_dict(self._engine, self.zero_stage, self.module if module is None else module)
 
 
-def _initialize(
-    model: nn.Module,
-    ds: dict[str, Any],
-    *,
-    groups: list[dict[str, Any]] | None = None,
-    optim: OptimConfig | None = None,
-) -> Any:
+def _initialize(model: nn.Module, ds: dict[str, Any], *, optim: OptimConfig | None = None) -> Any:
     # DeepSpeed's own hybrid engine fails on CPUs and does nothing useful on GPUs; the section is honoured here instead.
     config = {key: value for key, value in ds.items() if key != "hybrid_engine"}
     if distributed.device_type() == "cpu":
@@ -544,49 +534,17 @@ def _initialize(
         for block in compiled_blocks(model):
             # Hooks inside would cut the graph at every weight. Without them the block's are gathered together.
             deepspeed.utils.set_z3_leaf_module(block, True)  # noqa: FBT003  DeepSpeed's signature
-    made = None
-    if groups is not None and optim is not None and "optimizer" not in ds:
-        made = Muon(groups, optim) if optim.name == "muon" else adamw_8bit(groups, optim)
-        if type(made) not in zero_utils.ZERO_SUPPORTED_OPTIMIZERS:
-            zero_utils.ZERO_SUPPORTED_OPTIMIZERS.append(type(made))  # else a warning for each engine
+    groups = None if optim is None else parameter_groups(model, optim)
+    made = make_optimizer(groups, optim) if groups and optim and optim.name in ds_config.OBJECTS else None
+    if made is not None and type(made) not in zero_utils.ZERO_SUPPORTED_OPTIMIZERS:
+        zero_utils.ZERO_SUPPORTED_OPTIMIZERS.append(type(made))  # else a warning for each engine
     with _own_hpz_group():
         engine, *_ = deepspeed.initialize(
             model=model, model_parameters=groups, optimizer=made, config=config, dist_init_required=False
         )
+    if isinstance(made, Muon) and ds_config.zero_stage(ds) > 0:
+        made.shards = zero_shards(engine.optimizer, ds_config.zero_stage(ds)).__getitem__
     return engine
-
-
-def _shards(engine: Any, zero_stage: int) -> dict[Tensor, list[Shard]]:
-    """How the flat vectors that ZeRO's optimiser steps are made of matrices, for the groups of matrices."""
-    optimizer, rank = engine.optimizer, distributed.rank()
-    is_matrix = [group["matrices"] for group in optimizer.optimizer.param_groups]
-    found: dict[Tensor, list[Shard]] = {}
-    if zero_stage == 3:
-        for number, (flat, weights) in enumerate(
-            zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True)
-        ):
-            if not is_matrix[optimizer.sub_group_to_group_id[number]]:
-                continue
-            offset, found[flat] = 0, []
-            for weight in weights:
-                size = weight.partition_numel()
-                start, stop = (min(n * size, weight.ds_numel) for n in (rank, rank + 1))
-                found[flat].append(Shard(tuple(weight.ds_shape), start, stop, offset, divided=True))
-                offset += size
-        return found
-    for number, flat in enumerate(optimizer.single_partition_of_fp32_groups):
-        if not is_matrix[number]:
-            continue
-        size, whole = optimizer.partition_size[number], optimizer.bit16_groups_flat[number]
-        first, found[flat] = rank * size, []
-        for weight in optimizer.bit16_groups[number]:
-            # Order and padding are DeepSpeed's; where a weight lies in the vector of all says it.
-            begin = (weight.data_ptr() - whole.data_ptr()) // weight.element_size()
-            end = begin + weight.numel()
-            low, high = (min(max(n, begin), end) for n in (first, first + size))
-            divided = begin // size != (end - 1) // size
-            found[flat].append(Shard(tuple(weight.shape), low - begin, high - begin, low - first, divided=divided))
-    return found
 
 
 def _averaged_gradients(engine: Any, zero_stage: int) -> list[Tensor]:

@@ -9,17 +9,20 @@ gradient.
 
 import importlib
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
-from transformers.pytorch_utils import Conv1D
 
 from rlhf import distributed
 from rlhf.config import OptimConfig
+from rlhf.models.backbone import base_of
+from rlhf.models.lora import linear_layers
+from rlhf.models.policy import Policy
+from rlhf.models.scalar_head import ScalarModel
 
 # Quintic Newton-Schulz: the slope at 0 is as large as convergence to [0.7, 1.2] allows (Jordan et al. 2024).
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -172,8 +175,13 @@ def _adamw_step(weight: Tensor, state: dict[str, Any], group: dict[str, Any]) ->
     )  # fmt: skip
 
 
-def adamw_8bit(groups: list[dict[str, Any]], optim: OptimConfig) -> torch.optim.Optimizer:
-    """AdamW whose moments are 8-bit numbers with a scale for each 256 (Dettmers et al. 2022, arXiv:2110.02861)."""
+def make_optimizer(groups: list[dict[str, Any]], optim: OptimConfig) -> torch.optim.Optimizer:
+    """The optimiser of `optim.name` (`ds_config.OBJECTS`) for the groups of `parameter_groups`.
+
+    AdamW's 8-bit moments are bitsandbytes', with a scale for each 256 (Dettmers et al. 2022, arXiv:2110.02861).
+    """
+    if optim.name == "muon":
+        return Muon(groups, optim)
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it misses a kernel that is not for optimisers
     bitsandbytes = importlib.import_module("bitsandbytes")
     made = bitsandbytes.optim.AdamW8bit(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps)
@@ -211,15 +219,44 @@ def parameter_groups(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any
 
 
 def _hidden_matrices(model: nn.Module) -> set[int]:
-    """Ids of the weights of all linear layers but the heads (language-model head, reward head)."""
-    heads: list[Any] = []
-    for module in model.modules():
-        if hasattr(module, "get_output_embeddings"):
-            heads += [cast(Any, module).get_output_embeddings(), getattr(module, "score", None)]
-    out = {id(parameter) for head in heads if head is not None for parameter in _own(head)}
-    linear = [module for module in model.modules() if isinstance(module, nn.Linear | Conv1D)]
-    return {id(module.weight) for module in linear} - out
+    """Ids of the weights of all linear layers but the heads."""
+    inner = base_of(model.model if isinstance(model, Policy | ScalarModel) else model)
+    return {id(cast(Any, inner.get_submodule(name)).weight) for name in linear_layers(cast(Any, inner))}
 
 
-def _own(module: nn.Module) -> Iterable[nn.Parameter]:
-    return module.parameters(recurse=False)
+def zero_shards(optimizer: Any, zero_stage: int) -> dict[Tensor, list[Shard]]:
+    """How the flat vectors that DeepSpeed's ZeRO optimiser steps are made of matrices, for the groups of matrices.
+
+    Args:
+        optimizer: of stage 1, 2 or 3, around a `Muon`.
+        zero_stage: which.
+    """
+    rank = distributed.rank()
+    is_matrix = [group["matrices"] for group in optimizer.optimizer.param_groups]
+    found: dict[Tensor, list[Shard]] = {}
+    if zero_stage == 3:
+        for number, (flat, weights) in enumerate(
+            zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True)
+        ):
+            if not is_matrix[optimizer.sub_group_to_group_id[number]]:
+                continue
+            offset, found[flat] = 0, []
+            for weight in weights:
+                size = weight.partition_numel()
+                start, stop = (min(n * size, weight.ds_numel) for n in (rank, rank + 1))
+                found[flat].append(Shard(tuple(weight.ds_shape), start, stop, offset, divided=True))
+                offset += size
+        return found
+    for number, flat in enumerate(optimizer.single_partition_of_fp32_groups):
+        if not is_matrix[number]:
+            continue
+        size, whole = optimizer.partition_size[number], optimizer.bit16_groups_flat[number]
+        first, found[flat] = rank * size, []
+        for weight in optimizer.bit16_groups[number]:
+            # Order and padding are DeepSpeed's; where a weight lies in the vector of all says it.
+            begin = (weight.data_ptr() - whole.data_ptr()) // weight.element_size()
+            end = begin + weight.numel()
+            low, high = (min(max(n, begin), end) for n in (first, first + size))
+            divided = begin // size != (end - 1) // size
+            found[flat].append(Shard(tuple(weight.shape), low - begin, high - begin, low - first, divided=divided))
+    return found

@@ -81,7 +81,7 @@ def weights_of(saved: Path, layout: Mapping[str, Any]) -> dict[str, Tensor]:
     }  # fmt: skip
 
 
-def load(engine: Any, zero_stage: int, folder: Path, groups: list[list[str]]) -> None:
+def load(engine: Any, zero_stage: int, folder: Path, groups: list[list[str]], *, moments: bool = True) -> None:
     """Give DeepSpeed's engine, of any number of ranks and ZeRO stage, what `convert` wrote. Collective.
 
     Args:
@@ -89,6 +89,7 @@ def load(engine: Any, zero_stage: int, folder: Path, groups: list[list[str]]) ->
         zero_stage: its stage.
         folder: holds `zero/`.
         groups: names of the trained weights in the order of the optimiser's groups.
+        moments: take Adam's too; without, the optimiser begins anew, as one of another kind has to.
     """
     optimizer_state = torch.load(folder / "zero" / "optimizer_state.pt", weights_only=False)
     if zero_stage == 0:
@@ -103,6 +104,8 @@ def load(engine: Any, zero_stage: int, folder: Path, groups: list[list[str]]) ->
         else:
             optimizer.update_lp_params()
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    if not moments:
+        inner.state.clear()
     for state in inner.state.values():
         state["step"] = torch.tensor(float(optimizer_state["adam_step"]))
 

@@ -206,6 +206,7 @@ def _command(arguments: argparse.Namespace, overrides: Sequence[str]) -> str:
     words += [str(arguments.num_gpus or 1), "--step", str(arguments.step), "--rounds", str(arguments.rounds)]
     words += ["--warmup", str(arguments.warmup), "--steps", str(arguments.steps), "--profile", str(arguments.profile)]
     words += ["--only", arguments.only] if arguments.only else []
+    words += ["--hardware", Path(arguments.hardware).name] if arguments.hardware else []
     return f"`{shlex.join([*words, *overrides])}`:"
 
 

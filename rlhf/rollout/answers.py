@@ -1,6 +1,7 @@
 """Answering rows of a data set with the policy: the ranks share the rows, every rank gets all answers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,10 +94,53 @@ def draw_responses(
     Raises:
         NonFiniteError: on all ranks, the model's logits are not finite on one.
     """
-    responses: list[Response] = []
+    with _finite_on_all_ranks(engine):
+        requests = [
+            Request(list(map(int, row.prompt_ids)), row.uid, sample_id)
+            for row, sample_id in zip(prompts, sample_ids, strict=True)
+        ]
+        shared: dict[str, Any] = {
+            "sampling": voice.sampling,
+            "stop_token_ids": voice.stop_token_ids,
+            "max_new_tokens": voice.max_new_tokens,
+            "seed": seed,
+            "step": step,
+        }
+        if voice.vllm is not None:
+            with lend_weights(engine, voice.lending) as lent:
+                voice.vllm.push_weights(merged_state_dict(lent.model.state_dict(), lent.model).items())
+            try:
+                return voice.vllm.generate(**_columns(requests), **shared)
+            finally:
+                voice.vllm.rest()
+        with lend_weights(engine, voice.lending) as lent:
+            all_requests, mine = _of_group(requests, lent.group)
+            shared.update(
+                _columns(all_requests),
+                pad_id=voice.tokenizer.pad_token_id,
+                batch_size=voice.batch_size * (lent.group.size if lent.group else 1),
+                tokenizer=voice.tokenizer,
+                all_ranks_running=lent.all_ranks_running,
+            )
+            if voice.plain:
+                return generate_plain(lent.model, **shared)[mine]
+            tells = lent.group is None or lent.group.rank == 0
+            return generate(
+                lent.model,
+                prefill_tokens=voice.prefill_tokens,
+                pack_weights=voice.pack_weights,
+                graphs=voice.graphs,
+                on_stats=on_stats if tells else None,
+                **shared,
+            )[mine]
+
+
+@contextmanager
+def _finite_on_all_ranks(engine: TrainEngine | FrozenEngine) -> Iterator[None]:
+    """A FloatingPointError of the block on one rank is a NonFiniteError on all. Collective."""
     error: FloatingPointError | None = None
     try:
-        responses = _draw(engine, voice, prompts, sample_ids=sample_ids, seed=seed, step=step, on_stats=on_stats)
+        yield
     except FloatingPointError as caught:
         error = caught
     failed = [number for number, has_failed in enumerate(all_gather_objects(error is not None)) if has_failed]
@@ -108,58 +152,6 @@ def draw_responses(
             what="the logits of a rollout are not finite",
             accumulated=False,
         ) from error
-    return responses
-
-
-def _draw(
-    engine: TrainEngine | FrozenEngine,
-    voice: Voice,
-    prompts: Sequence[PromptRow],
-    *,
-    sample_ids: Sequence[int],
-    seed: int,
-    step: int,
-    on_stats: Callable[[RolloutStats], None] | None,
-) -> list[Response]:
-    """`draw_responses`, failing on this rank alone."""
-    requests = [
-        Request(list(map(int, row.prompt_ids)), row.uid, sample_id)
-        for row, sample_id in zip(prompts, sample_ids, strict=True)
-    ]
-    shared: dict[str, Any] = {
-        "sampling": voice.sampling,
-        "stop_token_ids": voice.stop_token_ids,
-        "max_new_tokens": voice.max_new_tokens,
-        "seed": seed,
-        "step": step,
-    }
-    if voice.vllm is not None:
-        with lend_weights(engine, voice.lending) as lent:
-            voice.vllm.push_weights(merged_state_dict(lent.model.state_dict(), lent.model).items())
-        try:
-            return voice.vllm.generate(**_columns(requests), **shared)
-        finally:
-            voice.vllm.rest()
-    with lend_weights(engine, voice.lending) as lent:
-        all_requests, mine = _of_group(requests, lent.group)
-        shared.update(
-            _columns(all_requests),
-            pad_id=voice.tokenizer.pad_token_id,
-            batch_size=voice.batch_size * (lent.group.size if lent.group else 1),
-            tokenizer=voice.tokenizer,
-            all_ranks_running=lent.all_ranks_running,
-        )
-        if voice.plain:
-            return generate_plain(lent.model, **shared)[mine]
-        tells = lent.group is None or lent.group.rank == 0
-        return generate(
-            lent.model,
-            prefill_tokens=voice.prefill_tokens,
-            pack_weights=voice.pack_weights,
-            graphs=voice.graphs,
-            on_stats=on_stats if tells else None,
-            **shared,
-        )[mine]
 
 
 def _columns(requests: Sequence[Request]) -> dict[str, Any]:

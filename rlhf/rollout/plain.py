@@ -85,8 +85,8 @@ def generate_plain(  # noqa: PLR0913  the signature of decode.generate, which it
             logprobs = torch.stack(chooser.logprobs, dim=1).tolist()
             for ids, row_logprobs in zip(new_ids, logprobs, strict=True):
                 end = stops.end(ids, num_seen=0)
-                bad_position = next((i for i, x in enumerate(row_logprobs[:end]) if not math.isfinite(x)), None)
-                check_finite(bad_position is None, bad_position or 0)
+                for position, logprob in enumerate(row_logprobs[:end]):
+                    check_finite(math.isfinite(logprob), position)
                 responses.append(Response(ids[:end], row_logprobs[:end], stopped=end is not None))
     return responses
 

@@ -32,12 +32,11 @@ needs_bitsandbytes = pytest.mark.skipif(
 OBJECTS = ["muon", pytest.param("adamw_8bit", marks=needs_bitsandbytes)]
 
 
-def engine_with(optimizer: str, stage: str, *, bf16: bool = False, zero: dict[str, Any] | None = None,
-                **optim: Any) -> TrainEngine:  # fmt: skip
+def engine_with(optimizer: str, stage: str, *, bf16: bool = False, zero: dict[str, Any] | None = None) -> TrainEngine:
     ds = ds_config.load(stage)
     ds["bf16"] = {"enabled": bf16}
     ds["zero_optimization"] = {**ds.get("zero_optimization", {}), **(zero or {})}
-    config = OptimConfig(**{"name": optimizer, "eps": EPS, **FIELDS, **optim})
+    config = OptimConfig(**{"name": optimizer, "eps": EPS, **FIELDS})
     return TrainEngine(tiny_opt(), ds=ds, optim=config, role="policy", num_steps=NUM_STEPS)
 
 

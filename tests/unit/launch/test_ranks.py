@@ -159,6 +159,8 @@ def test_the_kernels_killer_is_named(ranks: Ranks, log: Path, monkeypatch: pytes
         # A signal before it, and one after it: deepspeed kills what does not end.
         ({0: ("ValueError: x", 20.0)}, {1: (KILLED, 10.0)}, "1 ended with signal SIGKILL"),
         ({0: ("ValueError: x", 20.0)}, {1: (KILLED, 50.0)}, "0 failed: ValueError: x"),
+        ({0: ("ValueError: x", 20.0)}, {0: (KILLED, 50.0)}, "0 failed: ValueError: x"),
+        ({0: ("ValueError: x", 20.0)}, {0: (signal.SIGTERM.value, 50.0)}, "0 failed: ValueError: x"),
         ({}, {0: (256, 11.0), 1: (signal.SIGSEGV.value, 12.0)}, "1 ended with signal SIGSEGV"),
         ({}, {0: (signal.SIGTERM.value, 10.0), 1: (KILLED, 12.0)}, "1 ended with signal SIGKILL"),
         ({0: ("OutOfMemoryError: CUDA out of memory.", 1.0)}, {}, "0 ran out of memory: OutOfMemoryError: CUDA"),
@@ -172,6 +174,9 @@ def test_who_is_at_fault(ranks: Ranks, log: Path, errors: dict, ends: dict, says
     exits = tuple(RankExit(rank, status, when) for rank, (status, when) in ends.items())
     failure = explain(failed(rank_exit=exits[0] if exits else None, rank_exits=exits), ranks, log)
     assert failure.text.startswith(f"rank {says}")
+    # A rank that has raised may be ended by a signal of the launcher's before it ends itself: not what it failed of.
+    own = "" if "ended with signal" not in says else says.rpartition(" ")[2]
+    assert failure.exit_code == (128 + signal.Signals[own] if own else 1)
 
 
 def test_a_rank_of_another_machine(ranks: Ranks, log: Path) -> None:

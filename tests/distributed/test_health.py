@@ -1,5 +1,6 @@
 """Training that goes wrong on two ranks: the ranks agree on what to do, and the launcher sees why a stage has ended."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from step2_reward.train import train as train_reward
 from step3_ppo.train import train as train_ppo
 from tests.distributed.harness import Ranks
 from tests.distributed.test_watchdog import environment
+from tests.distributed.tiny import engine_of, loss_sum, micro_batches, steps_of_rows, tiny_opt, train_step
+from tests.saving import TinyRun, checkpoints, resume
 from tests.stages import (
     Killed,
     digit_rows,
@@ -94,6 +97,38 @@ def ppo_job(folder: Path) -> None:
         **NO_EVAL,
     )
     train_ppo(cfg)
+
+
+def left_behind_job(folder: str) -> dict[Any, float]:
+    """At each stage, how far a step after a rollback from a loss that is no number is from the same step without."""
+    engine.setup(timeout_seconds=60)
+    steps, found = steps_of_rows(3), {}
+    for stage, bf16 in itertools.product(("cpu_zero0", "cpu_zero1", "cpu_zero2", "cpu_zero3"), (False, True)):
+        changes, where = {"bf16": {"enabled": bf16}}, f"{folder}/{stage}_{bf16}"
+        one, two = (engine_of(tiny_opt(), stage, changes=changes, lr=1e-2) for _ in range(2))
+        for trained in (one, two):
+            train_step(trained, steps[0])
+        states = checkpoints(TinyRun(where), {"policy": two})
+        states.save(1)
+        states.wait()
+        first, second = micro_batches(steps[1], 2)
+        with states.guarded(2):
+            two.accumulate(loss_sum(two, first), count=1, last=False)
+            two.accumulate(loss_sum(two, second) * float("nan"), count=1, last=True)
+            two.step()
+        resume(where, {"policy": two})
+        for trained in (one, two):
+            train_step(trained, steps[2])
+        whole, back = one.full_state_dict(), two.full_state_dict()
+        if whole is not None and back is not None:
+            found[stage, bf16] = max(float((whole[key] - back[key]).abs().max()) for key in whole)
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_gradients_of_a_bad_step_are_left_behind(ranks: Ranks, tmp_path: Path, world_size: int) -> None:
+    found = ranks(left_behind_job, world_size=world_size, timeout=120, folder=str(tmp_path))[0]
+    assert len(found) == 8 and set(found.values()) == {0.0}, found
 
 
 def test_step_1_is_turned_back_on_two_ranks(ranks: Ranks, tmp_path: Path) -> None:

@@ -245,12 +245,14 @@ def test_kl_explodes_and_step_3_goes_on_at_a_lower_rate(models: Models, tmp_path
         assert scales == pytest.approx([1.0] * saved + [1e-3] * (4 - saved))
 
 
-@pytest.mark.parametrize("action", ["rollback", "stop"])
-def test_a_rollout_that_is_not_finite(models: Models, tmp_path: Path, action: Any) -> None:
+@pytest.mark.parametrize(
+    ("action", "ds"), [("rollback", "cpu_zero0"), ("rollback", "cpu_zero2"), ("stop", "cpu_zero0")]
+)
+def test_a_rollout_that_is_not_finite(models: Models, tmp_path: Path, action: Any, ds: str) -> None:
     """D20: the one update of the first step breaks the weights; nothing looks at them before the next rollout."""
     health = HealthConfig(non_finite=NonFiniteConfig(action=action), rollback_lr_factor=1e-33)
     changes = {"actor_optim__lr": 1e30, "update__epochs": 1, "update__minibatch_size": 8, "run__save_every": 1}
-    config = models.config(tmp_path / "ppo", run__health=health, max_steps=4, **changes)
+    config = models.config(tmp_path / "ppo", run__health=health, max_steps=4, deepspeed__actor=ds, **changes)
     if action == "stop":
         with pytest.raises(NonFiniteError, match="actor: the logits of a rollout are not finite at step 1 on rank 0"):
             train_ppo(config)

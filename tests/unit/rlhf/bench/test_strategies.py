@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from rlhf import ds_config
+from rlhf import cli, ds_config
 from rlhf.bench.result import Foreseen, Result
 from rlhf.bench.steps import Sources
-from rlhf.bench.strategies import Row, Strategy, _flags, as_json, markdown, select, strategies
+from rlhf.bench.strategies import Row, Strategy, _command, _flags, as_json, markdown, select, strategies
 from rlhf.cli import _read_bench_recipe, _resolve_recipe, main
 
 SOURCES = Sources(read_recipe=_read_bench_recipe, load=ds_config.load)
@@ -36,6 +36,15 @@ def test_each_way_is_a_recipe_that_parses(tmp_path: Path) -> None:
             for key, value in strategy.stage.items():
                 section, _, name = key.partition(".")
                 assert config[section][name] == value
+
+
+def test_optimisers_are_those_of_the_name() -> None:
+    for number, keys in ((1, {"optim.name"}), (2, {"optim.name"}), (3, {"actor_optim.name", "critic_optim.name"})):
+        by_name = {strategy.name: strategy.stage for strategy in strategies(number, 2, "fp32")}
+        assert by_name["Muon"] == by_name["ZeRO-3, Muon"] == dict.fromkeys(keys, "muon")
+        if "ZeRO-2, 8-bit moments" in by_name:
+            assert by_name["ZeRO-2, 8-bit moments"] == dict.fromkeys(keys, "adamw_8bit")
+        assert not by_name["ZeRO-0"]
 
 
 def test_one_rank_has_no_second_shard() -> None:
@@ -82,6 +91,18 @@ def test_the_table_by_hand(make_result: Callable[..., Result]) -> None:
     found = json.loads(json.dumps(as_json(rows, 1)))["strategies"]
     assert [one["tokens_per_second_per_rank"] for one in found] == [250.0, 500.0, None]
     assert found[0]["step_seconds"] == [1.0, 2.0, 4.0] and found[2]["error"] == "it broke"
+
+
+def test_the_printed_command_is_the_one_that_ran(tmp_path: Path) -> None:
+    """All that changes the figures is in it; what is this machine's is not."""
+    argv = ["bench", "strategies", "--recipe", "tiny_cpu", "--num_gpus", "2", "--step", "3", "--rounds", "5"]
+    argv += ["--only", "ZeRO-0;Muon", "--hardware", str(tmp_path / "mine.yaml"), "--work", str(tmp_path)]
+    arguments, overrides = cli._parser().parse_known_args(argv)
+    said = _command(arguments, [*overrides, "--ppo.seed=7"])
+    assert said == (
+        "`rlhf bench strategies --recipe tiny_cpu --num_gpus 2 --step 3 --rounds 5 --warmup 3 --steps 10 --profile 2 "
+        "--only 'ZeRO-0;Muon' --hardware mine.yaml --ppo.seed=7`:"
+    )
 
 
 def test_bad_flags_are_one_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,8 +17,8 @@ from typing import Any
 from launch.inputs import free_bytes, is_hub_name, model_folders, model_shape, source_path
 from launch.placement import Placement, accelerator_visible, count_devices, port_is_free
 from launch.recipe import FOLDERS, Recipe, Stage
-from rlhf import artifacts, ds_config
-from rlhf.config import DataConfig, ModelConfig, OptimConfig, RunConfig
+from rlhf import artifacts, combinations, ds_config
+from rlhf.config import DataConfig, ModelConfig, OptimConfig, ParallelConfig, RunConfig
 from rlhf.rollout.split import check_heads, check_split
 from rlhf.rules import RULES
 from step1_sft.config import SFTConfig
@@ -150,6 +150,9 @@ def _ds_config_problems(stage: Stage, world_size: int, *, on_cpu: bool) -> Itera
                 lora=role in models and models[role].lora.rank > 0,
                 source=name,
             )
+            if role in optims:
+                parallel = getattr(stage.config, "parallel", ParallelConfig())
+                combinations.check(combinations.Role(ds=raw, model=models[role], optim=optims[role], parallel=parallel))
         except (ValueError, OSError) as error:
             yield Problem(f"{key}: {error}")
             continue

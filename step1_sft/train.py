@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from rlhf import ds_config
+from rlhf import combinations, ds_config
 from rlhf.checkpoint import Checkpoints
 from rlhf.config import parse_config
 from rlhf.data.batching import Batching
@@ -46,6 +46,7 @@ logger = logging.getLogger(__name__)
 def train(cfg: SFTConfig) -> None:
     """Fine-tune a causal LM on demonstrations and leave a model folder."""
     ds = ds_config.load(cfg.deepspeed)
+    combinations.check(combinations.Role(ds=ds, model=cfg.model, optim=cfg.optim, parallel=cfg.parallel))
     language = load_language(cfg.data, cfg.tokenizer, cfg.model, stage="sft")
     group = join_group(cfg.parallel, cfg.model, language)
     dataset = build_dataset(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
-from rlhf import artifacts, ds_config
+from rlhf import artifacts, combinations, ds_config
 from rlhf.checkpoint import Checkpoints
 from rlhf.config import parse_config
 from rlhf.data.batching import Batching
@@ -34,6 +34,7 @@ RANGE_ROWS = 256
 def train(cfg: RewardConfig) -> None:
     """Train a reward model on preferences and leave a model folder."""
     ds = ds_config.load(cfg.deepspeed)
+    combinations.check(combinations.Role(ds=ds, model=cfg.model, optim=cfg.optim))
     language = load_language(cfg.data, cfg.tokenizer, cfg.model, stage="reward")
     if cfg.normalise.policy:
         policy = artifacts.verify(cfg.normalise.policy)

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import torch
 
-from rlhf import artifacts, ds_config, engine
+from rlhf import artifacts, combinations, ds_config, engine
 from rlhf.config import ModelConfig
 from rlhf.engine import FrozenEngine, TrainEngine
 from rlhf.models.build import build_causal_lm, build_reward_model, check_length_fits
@@ -131,6 +131,8 @@ def build_roles(cfg: PPOConfig, language: Language, ds: dict[str, dict[str, Any]
         num_updates: optimiser steps of the whole run, for the critic; the actor makes fewer with a critic warm-up.
     """
     models = model_configs(cfg)
+    for role, optim in (("actor", cfg.actor_optim), ("critic", cfg.critic_optim)):
+        combinations.check(combinations.Role(ds=ds[role], model=models[role], optim=optim))
     shares_base = cfg.actor.lora.rank > 0 and not cfg.reference.path
     if shares_base:
         del models["reference"]

@@ -58,6 +58,7 @@ LAYERS = (
         "state_writer",
     ),
     (
+        "combinations",
         "metrics",
         "models",
         "data",

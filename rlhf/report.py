@@ -17,6 +17,7 @@ import yaml
 
 from rlhf import report_plots as plots
 from rlhf.artifacts import MANIFEST, ArtifactError, Manifest, read_manifest
+from rlhf.records import HEALTH, METRICS
 from rlhf.report_plots import Series
 
 STAGES = {
@@ -46,6 +47,7 @@ class Stage:
     train: list[dict[str, Any]]
     evals: list[dict[str, Any]]
     samples: list[dict[str, Any]]
+    health: list[dict[str, Any]]
     config: dict[str, Any]
     environment: dict[str, Any]
     progress: dict[str, Any]
@@ -137,7 +139,7 @@ def read_stages(run_dir: Path) -> list[Stage]:
     """
     if not run_dir.is_dir():
         raise FileNotFoundError(f"run folder {run_dir} does not exist. Pass the folder of `rlhf run` or of one stage.")
-    if any((run_dir / name).exists() for name in ("metrics.jsonl", "environment.json", "config.yaml")):
+    if any((run_dir / name).exists() for name in (METRICS, "environment.json", "config.yaml")):
         own = _read_json(run_dir / "environment.json").get("stage") or run_dir.resolve().name
         return [read_stage(run_dir, name=str(own))]
     stages = [read_stage(run_dir / name, name=name) for name in STAGES if (run_dir / name).is_dir()]
@@ -151,7 +153,7 @@ def read_stages(run_dir: Path) -> list[Stage]:
 
 def read_stage(folder: Path, *, name: str) -> Stage:
     """Read what a stage wrote; files that are not there yet, or cut short, are listed as missing."""
-    lines, missing = _read_lines(folder / "metrics.jsonl"), []
+    lines, missing = _read_lines(folder / METRICS), []
     manifest = None
     if (folder / "model").is_dir():
         try:
@@ -174,6 +176,7 @@ def read_stage(folder: Path, *, name: str) -> Stage:
         train=[line for line in lines if line.get("split") == "train"],
         evals=[line for line in lines if line.get("split") == "eval"],
         samples=_read_lines(folder / "samples.jsonl"),
+        health=_read_lines(folder / HEALTH),
         config=config or {},
         environment=_read_json(folder / "environment.json"),
         progress=progress,
@@ -313,6 +316,7 @@ def _content(run_dir: Path, stages: list[Stage]) -> dict[str, Any]:
         "stages": [{"stage": stage, "panels": panels(stage), "data": _flatten(stage.data),
                     "config": yaml.safe_dump(stage.config, sort_keys=False) if stage.config else ""}
                    for stage in stages],
+        "health": [(stage.title, event) for stage in stages for event in stage.health],
         "seconds_svg": plots.stacked_seconds(seconds, PHASES) if any(sum(s.values()) for s in seconds.values()) else "",
         "seconds": seconds,
         "phases": PHASES,

@@ -193,6 +193,32 @@ def test_markdown_tables_have_equal_columns(finished: Path) -> None:
     assert "| step3_ppo | Gold reward | 0.53 \u2192 0.91 |" in text and "## Answers" in text
 
 
+def test_what_detectors_saw_is_told(tmp_path: Path) -> None:
+    run = fake_run(tmp_path / "tiny")
+    events = [
+        {"step": 7, "time": 1.0, "detector": "kl_explosion", "event": "fires", "text": "KL 1.4 | nats, beyond <1>"},
+        {
+            "step": 9,
+            "time": 2.0,
+            "detector": "kl_explosion",
+            "event": "rollback",
+            "text": "back",
+            "state": "step_00000005",
+        },
+    ]
+    (run / "step3_ppo" / "health.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    text = parse(write_report(run)).text
+    assert "What the detectors saw" in text and "KL 1.4 | nats, beyond <1>" in text
+    assert "rollback to step_00000005" in text
+    rows = [line for line in (run / "report.md").read_text().splitlines() if "kl_explosion" in line]
+    assert rows[0] == r"| Step 3: PPO | 7 | kl_explosion | fires | KL 1.4 \| nats, beyond &lt;1> |"
+    assert rows[1].startswith("| Step 3: PPO | 9 | kl_explosion | rollback to step_00000005 |")
+
+
+def test_a_run_without_events_has_no_table(finished: Path) -> None:
+    assert "detectors" not in parse(finished / "report.html").text
+
+
 def test_lineage_is_a_tree_from_the_last_model_down(finished: Path) -> None:
     text = (finished / "report.md").read_text(encoding="utf-8")
     tree = [line for line in text.splitlines() if re.match(r" *- step\d", line)]

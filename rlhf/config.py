@@ -83,6 +83,14 @@ class ModelConfig:
     """Recompute in the first of every so many decoder layers; 1: in all."""
     compile: bool = False
     """Compile the decoder layers with torch.compile: the first steps take long, the others may be faster."""
+    float8: Literal["off", "tensorwise", "rowwise"] = "off"
+    """Multiply in float8 in linear layers, by torchao's recipe of that name; weights keep their type."""
+    float8_filter_fqns: list[str] = field(default_factory=list)
+    """Parts of the names of linear layers that do not, beside the heads."""
+    float8_min_features: int = 0
+    """Fewest input and output features of a layer that does."""
+    float8_emulate: bool = False
+    """Compute float8's numbers without its kernels, at a loss of speed; CPUs always do."""
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     """Low-rank adapters."""
 
@@ -99,6 +107,14 @@ class ModelConfig:
             raise ValueError(
                 f"model.recompute_every={self.recompute_every} has no effect with model.recompute=none. Set "
                 "recompute to full or selective, or leave recompute_every out."
+            )
+        if self.float8_min_features < 0:
+            raise ValueError(f"model.float8_min_features must be >= 0, got {self.float8_min_features}.")
+        if self.float8 == "off" and (self.float8_filter_fqns or self.float8_min_features or self.float8_emulate):
+            raise ValueError(
+                f"model.float8_filter_fqns={self.float8_filter_fqns}, float8_min_features={self.float8_min_features} "
+                f"and float8_emulate={self.float8_emulate} have no effect with model.float8=off. Set float8 to "
+                "tensorwise or rowwise, or leave them out."
             )
         if self.dropout is not None and not 0 <= self.dropout < 1:
             raise ValueError(f"model.dropout must be in [0, 1) or null, got {self.dropout}.")

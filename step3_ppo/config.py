@@ -288,6 +288,12 @@ class PPOConfig:
         for role in ("actor", "reward", "critic", "reference"):
             if getattr(self, role).config is not None:
                 raise ValueError(f"{role}.config is set, but step 3 starts from trained models. Use {role}.path.")
+        for role in ("reward", "reference"):
+            if (recipe := getattr(self, role).float8) != "off":
+                raise ValueError(
+                    f"{role}.float8={recipe}, but float8 is for models that are trained: a frozen one scores in its "
+                    "own type. Leave it out; actor.float8 and critic.float8 are there."
+                )
 
     @property
     def num_updates(self) -> int:

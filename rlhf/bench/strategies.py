@@ -81,6 +81,12 @@ def strategies(number: int, ranks: int, dtype: str) -> list[Strategy]:
     if importlib.util.find_spec("bitsandbytes") is not None:
         eight_bit = _optimizer(number, "adamw_8bit")
         found.append(Strategy(name="ZeRO-2, 8-bit moments", zero={"stage": 2}, stage=eight_bit))
+    if importlib.util.find_spec("torchao") is not None:
+        json, first = (_BF16, "bf16, ") if dtype == "fp32" else ({}, "")
+        found += [
+            Strategy(name=f"{first}float8 {recipe}", zero={"stage": 0}, json=json, model={"float8": recipe})
+            for recipe in ("tensorwise", "rowwise")
+        ]
     if number == 1 and ranks > 1:
         shared = {"parallel.sp": ranks}
         found += [

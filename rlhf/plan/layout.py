@@ -114,6 +114,7 @@ class Layout:
     recompute_every: int = 1
     """Layers are recomputed in the first of every so many."""
     dtype: str = "bf16"
+    """fp8: bf16 with `model.float8`."""
     optimizer: Optimizer = "adamw"
     lora: int = 0
     """Rank of adapters on all matrices of the layers, which then are the only trained weights; 0: all are trained."""
@@ -168,6 +169,11 @@ class Layout:
     def sharded(self) -> bool:
         """ZeRO-3: weights are spread over ranks and gathered where they are used."""
         return self.zero == 3 and self.shards > 1
+
+    @property
+    def stored(self) -> str:
+        """Type of weights and of whatever is no product of a layer in training."""
+        return "bf16" if self.dtype in ("fp8", "fp4") else self.dtype
 
     @property
     def recomputed_share(self) -> float:

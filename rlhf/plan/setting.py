@@ -124,7 +124,8 @@ def from_models(actor: str, reward: str, device: Device, gpus: int, choices: Cho
         response=choices.response, sft=Training(layout=main, rows=choices.demonstrations, epochs=choices.epochs),
         preference=Training(layout=small, rows=choices.pairs, epochs=choices.epochs),
         ppo=Policy(
-            actor=main, critic=small, reference=replace(main, lora=0, offload_optimizer=False), reward=small,
+            actor=main, critic=small, reward=replace(small, dtype=small.stored),
+            reference=replace(main, lora=0, offload_optimizer=False, dtype=main.stored),
             prompts=choices.prompts, prompts_per_step=prompts_per_step, decode_batch=64, score_batch=SCORE_ROWS,
             minibatch=main.global_batch, hybrid=2 * policy.parameters / main.tensor < WHOLE * device.memory,
         ),
@@ -173,7 +174,7 @@ def from_recipe(
     ) -> Layout:
         raw = load(json_name)
         zero = raw.get("zero_optimization", {})
-        dtype = dtype_of(raw)
+        dtype = _computes_in(raw, model, device)
         device.peak(dtype)
         tokens = config["data"]["max_prompt_tokens"] + config["data"]["max_response_tokens"]
         budget = int(config["data"].get("micro_batch_tokens", 0)) // tokens
@@ -213,6 +214,12 @@ def from_recipe(
 def dtype_of(ds: Mapping[str, Any]) -> str:
     """Type that a DeepSpeed JSON computes in."""
     return next((short for short in ("bf16", "fp16") if ds.get(short, {}).get("enabled")), "fp32")
+
+
+def _computes_in(ds: Mapping[str, Any], model: Mapping[str, Any], device: Device) -> str:
+    """Type of the products of a model: fp8 where bf16's are kernels in float8, which emulation is not."""
+    dtype, is_emulated = dtype_of(ds), model.get("float8_emulate") or device.is_serial
+    return "fp8" if model.get("float8", "off") != "off" and dtype == "bf16" and not is_emulated else dtype
 
 
 def with_lengths(setting: Setting, *, prompt: float, response: float, micro_batch_rows: float | None = None) -> Setting:

@@ -1,10 +1,12 @@
 """What a rollout may be asked for, and what of it does not fit how the actor runs. One message each."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rlhf.config import ModelConfig
 from step3_ppo.config import PPOConfig
 from tests.stages import ppo_config
 
@@ -49,6 +51,12 @@ def test_settings_that_contradict_each_other(changes: dict[str, Any], message: s
 def test_settings_that_do_not_fit_the_actor(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         config(**changes).check_rollout(trained_in="float32", zero_stage=2, world_size=4)
+
+
+@pytest.mark.parametrize("role", ["reward", "reference"])
+def test_float8_is_for_trained_roles(role: str) -> None:
+    with pytest.raises(ValueError, match=f"{role}.float8=rowwise, but float8 is for models that are trained.*Leave it"):
+        dataclasses.replace(config(), **{role: ModelConfig(path="r", float8="rowwise")})
 
 
 def test_settings_that_fit() -> None:

@@ -79,8 +79,9 @@ class ModelConfig:
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations computed again in the backward pass: of whole layers (a third more compute, least memory), or all but
     attention's and every second product's."""
-    recompute_every: int = 1
-    """Recompute in the first of every so many decoder layers; 1: in all."""
+    recompute_budget: float = 0.0
+    """Share of what recomputation saves that may be kept: so many of the decoder layers, the last ones, are kept whole
+    (docs/parallelism.md)."""
     compile: bool = False
     """Compile the decoder layers with torch.compile: the first steps take long, the others may be faster."""
     float8: Literal["off", "tensorwise", "rowwise"] = "off"
@@ -101,12 +102,15 @@ class ModelConfig:
             raise ValueError(
                 f"model.config has no model_type, got the keys {sorted(self.config)}. Add for example model_type: opt."
             )
-        if self.recompute_every < 1:
-            raise ValueError(f"model.recompute_every must be >= 1, got {self.recompute_every}. Use 1 for every layer.")
-        if self.recompute_every > 1 and self.recompute == "none":
+        if not 0 <= self.recompute_budget < 1:
             raise ValueError(
-                f"model.recompute_every={self.recompute_every} has no effect with model.recompute=none. Set "
-                "recompute to full or selective, or leave recompute_every out."
+                f"model.recompute_budget must be in [0, 1), got {self.recompute_budget}. Use 0 to recompute in every "
+                "layer, or recompute=none to keep all."
+            )
+        if self.recompute_budget and self.recompute == "none":
+            raise ValueError(
+                f"model.recompute_budget={self.recompute_budget} has no effect with model.recompute=none. Set "
+                "recompute to full or selective, or leave recompute_budget out."
             )
         if self.float8_min_features < 0:
             raise ValueError(f"model.float8_min_features must be >= 0, got {self.float8_min_features}.")

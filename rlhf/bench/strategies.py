@@ -65,7 +65,7 @@ def strategies(number: int, ranks: int, dtype: str) -> list[Strategy]:
         Strategy(name="ZeRO-3, compile", zero=stage3, model={"compile": True}),
         Strategy(name="recompute selective", zero={"stage": 0}, model={"recompute": "selective"}),
         Strategy(name="recompute full", zero={"stage": 0}, model={"recompute": "full"}),
-        Strategy(name="recompute every 2nd", zero={"stage": 0}, model={"recompute": "full", "recompute_every": 2}),
+        Strategy(name="recompute budget", zero={"stage": 0}, model={"recompute": "full", "recompute_budget": 0.5}),
         Strategy(name="compile", zero={"stage": 0}, model={"compile": True}),
     ]  # fmt: skip
     if dtype == "fp32":

@@ -402,7 +402,7 @@ def _finish(
     if cfg.float8 != "off":
         float8.use_float8(model, cfg, device_type=device_type())
     if cfg.recompute != "none":
-        recompute_blocks(model, cfg.recompute, every=cfg.recompute_every)
+        recompute_blocks(model, cfg.recompute, budget=cfg.recompute_budget)
     if device_type() == "cpu":
         use_onednn(model)
     if cfg.lora.rank:

@@ -173,7 +173,7 @@ def _fill_training(doc: dict[str, Any], training: Training) -> None:
 
 
 def _fill_model(model: dict[str, Any], layout: Layout) -> None:
-    model.update(recompute=layout.recompute, recompute_every=layout.recompute_every)
+    model.update(recompute=layout.recompute, recompute_budget=layout.recompute_budget)
     _fill_float8(model, layout)
     if layout.lora or "lora" in model:
         model["lora"] = {**model.get("lora", {}), "rank": layout.lora}

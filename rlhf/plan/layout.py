@@ -1,10 +1,16 @@
 """How a model is spread over ranks, and what the software does with it. No torch."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 Recompute = Literal["none", "selective", "full"]
 Optimizer = Literal["adamw", "adamw_8bit", "muon"]
+
+
+def num_recomputed(layers: int, budget: float) -> int:
+    """How many of a model's first layers are recomputed: all but the whole layers that a budget in [0, 1) pays for."""
+    return layers - math.floor(budget * layers + 1e-9)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,8 +117,8 @@ class Layout:
     sequence_parallel: bool = False
     """Norms and residuals split over the tensor group."""
     recompute: Recompute = "none"
-    recompute_every: int = 1
-    """Layers are recomputed in the first of every so many."""
+    recompute_budget: float = 0.0
+    """Share of the layers that are kept whole all the same."""
     dtype: str = "bf16"
     """fp8: bf16 with `model.float8`."""
     optimizer: Optimizer = "adamw"
@@ -129,8 +135,7 @@ class Layout:
     offload_activations: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("gpus", "length", "micro_batch", "accumulation", "tensor", "pipeline", "virtual", "context",
-                     "recompute_every"):  # fmt: skip
+        for name in ("gpus", "length", "micro_batch", "accumulation", "tensor", "pipeline", "virtual", "context"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}.")
         if self.gpus % self.model_ranks:
@@ -175,10 +180,9 @@ class Layout:
         """Type of weights and of whatever is no product of a layer in training."""
         return "bf16" if self.dtype in ("fp8", "fp4") else self.dtype
 
-    @property
-    def recomputed_share(self) -> float:
-        """Share of the layers that are recomputed in some way."""
-        return 1 / self.recompute_every if self.recompute != "none" else 0.0
+    def recomputed_share(self, layers: int) -> float:
+        """Share of a model's layers that are recomputed in some way."""
+        return num_recomputed(layers, self.recompute_budget) / layers if self.recompute != "none" else 0.0
 
     @property
     def global_batch(self) -> int:

@@ -86,6 +86,7 @@ class Choices:
     micro_batch: int = 4
     global_batch: int = 64
     recompute: str | None = None
+    recompute_budget: float = 0.0
     dtype: str = "bf16"
     lora: int = 0
     tensor: int = 1
@@ -111,6 +112,7 @@ def from_models(actor: str, reward: str, device: Device, gpus: int, choices: Cho
     zero = choices.zero if choices.zero is not None else (3 if gpus > 1 and choices.pipeline == 1 else min(1, gpus - 1))
     main = Layout(
         gpus=gpus, length=length, micro_batch=choices.micro_batch, zero=zero, recompute=recompute,  # type: ignore[arg-type]
+        recompute_budget=choices.recompute_budget if recompute != "none" else 0.0,
         dtype=choices.dtype, lora=choices.lora, tensor=choices.tensor, pipeline=choices.pipeline,
         virtual=choices.virtual, sequence_parallel=choices.tensor > 1, offload_optimizer=choices.offload,
         offload_weights=choices.offload and zero == 3,
@@ -181,7 +183,7 @@ def from_recipe(
         made = Layout(
             gpus=gpus, length=tokens, micro_batch=budget or int(raw.get("train_micro_batch_size_per_gpu", 1)),
             zero=int(zero.get("stage", 0)), recompute=model.get("recompute", "none"),
-            recompute_every=int(model.get("recompute_every", 1)), dtype=dtype,
+            recompute_budget=float(model.get("recompute_budget", 0.0)), dtype=dtype,
             optimizer=optim.get("name", "adamw"),
             lora=int(model.get("lora", {}).get("rank", 0)), context=sharers(config),
             offload_optimizer="offload_optimizer" in zero, offload_weights="offload_param" in zero,

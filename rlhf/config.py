@@ -82,6 +82,8 @@ class ModelConfig:
     recompute_budget: float = 0.0
     """Share of what recomputation saves that may be kept: so many of the decoder layers, the last ones, are kept whole
     (docs/parallelism.md)."""
+    offload_activations: bool = False
+    """Keep in host memory what the decoder layers save for the backward pass (with recompute=full, their inputs)."""
     compile: bool = False
     """Compile the decoder layers with torch.compile: the first steps take long, the others may be faster."""
     float8: Literal["off", "tensorwise", "rowwise"] = "off"
@@ -111,6 +113,11 @@ class ModelConfig:
             raise ValueError(
                 f"model.recompute_budget={self.recompute_budget} has no effect with model.recompute=none. Set "
                 "recompute to full or selective, or leave recompute_budget out."
+            )
+        if self.offload_activations and self.recompute == "selective":
+            raise ValueError(
+                "model.offload_activations=true does not go with model.recompute=selective, which keeps its products "
+                "where they cannot be taken away. Set recompute to full or none."
             )
         if self.float8_min_features < 0:
             raise ValueError(f"model.float8_min_features must be >= 0, got {self.float8_min_features}.")

@@ -36,6 +36,7 @@ from rlhf.distributed import device_type
 from rlhf.models import attention, compiled, float8
 from rlhf.models.linear import use_onednn
 from rlhf.models.lora import add_lora
+from rlhf.models.offload import offload_activations
 from rlhf.models.recompute import recompute_blocks
 
 logger = logging.getLogger(__name__)
@@ -408,6 +409,8 @@ def _finish(
     if cfg.lora.rank:
         with _seeded(seed):
             model = cast(PreTrainedModel, add_lora(model, cfg.lora))
+    if cfg.offload_activations:
+        offload_activations(model)
     if cfg.compile:
         compiled.compile_blocks(model)
     return model

@@ -127,7 +127,7 @@ def from_models(actor: str, reward: str, device: Device, gpus: int, choices: Cho
         preference=Training(layout=small, rows=choices.pairs, epochs=choices.epochs),
         ppo=Policy(
             actor=main, critic=small, reward=replace(small, dtype=small.stored),
-            reference=replace(main, lora=0, offload_optimizer=False, dtype=main.stored),
+            reference=replace(main, lora=0, offload_optimizer=False),
             prompts=choices.prompts, prompts_per_step=prompts_per_step, decode_batch=64, score_batch=SCORE_ROWS,
             minibatch=main.global_batch, hybrid=2 * policy.parameters / main.tensor < WHOLE * device.memory,
         ),
@@ -192,6 +192,9 @@ def from_recipe(
 
     jsons, rollout, update = ppo["deepspeed"], ppo["rollout"], ppo["update"]
     minibatch = int(update["minibatch_size"])
+    as_actor = {key: value for key, value in ppo["actor"].items() if "float8" in key}  # where it is the actor's start
+    if not ppo["reference"].get("path"):
+        ppo = {**ppo, "reference": {**ppo["reference"], **as_actor}}
     roles = {
         role: layout(ppo, ppo[role], jsons[role], minibatch, ppo.get(f"{role}_optim", {}))
         for role in ("actor", "critic", "reference", "reward")

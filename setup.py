@@ -52,8 +52,11 @@ setup(
             "mypy>=1.15,<3",
             "pytest>=8,<10",
             "ruff>=0.11,<1",
+            "torchao>=0.18,<0.19",
             "types-PyYAML>=6,<7",
         ],
+        # model.float8. Its layers are built of parts of its float8 training that may move in 0.19.
+        "float8": ["torchao>=0.18,<0.19"],
         # Kernels for the loss of step 1 on CUDA. Before 0.8.5 its gradient ignores per-token weights; Triton comes with
         # torch for CUDA.
         "liger": ["liger-kernel>=0.8.5,<0.9"],

@@ -4,6 +4,7 @@ All problems are found at once. A problem of this machine (a file that is not he
 not stop a dry run, which may take place on a login node.
 """
 
+import importlib.util
 import os
 import re
 import shutil
@@ -73,6 +74,7 @@ def check(
         problems += _prefix(stage, _source_problems(stage.config.data))
         problems += _prefix(stage, _model_problems(stage, stages, environment))
         problems += _prefix(stage, _compiler_problems(stage, environment, on_cpu=on_cpu))
+        problems += _prefix(stage, _float8_problems(stage))
         problems += _prefix(stage, _length_problems(stage, stages))
         problems += _prefix(stage, _rule_problems(stage))
         problems += _prefix(stage, _rollout_problems(stage, stages, placement.world_size))
@@ -229,6 +231,17 @@ def _compiler_problems(stage: Stage, environment: Mapping[str, str], *, on_cpu: 
         yield Problem(
             f"{' and '.join(keys)}: there is no C++ compiler ({compiler}), which torch.compile needs on a CPU. Install "
             "g++ (build-essential), name a compiler in the environment variable CXX, or set compile: false.",
+            here=True,
+        )
+
+
+def _float8_problems(stage: Stage) -> Iterator[Problem]:
+    """Whether the accelerator has such products, the stage finds out."""
+    keys = [f"{key}.float8={model.float8}" for key, model in stage.models().items() if model.float8 != "off"]
+    if keys and importlib.util.find_spec("torchao") is None:
+        yield Problem(
+            f"{' and '.join(keys)}: torchao is not installed. Run `pip install 'rlhf-deepspeed[float8]'`, or set "
+            "float8: off.",
             here=True,
         )
 

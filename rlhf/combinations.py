@@ -84,6 +84,9 @@ WAYS = (
     _optimizer("8-bit AdamW", "adamw_8bit"),
     _recompute("selective"),
     _recompute("full"),
+    Way(name="activation offload", knob="offload_activations", setting="model.offload_activations",
+        is_on=lambda role: role.model.offload_activations),
+    Way(name="float8", knob="float8", setting="model.float8", is_on=lambda role: role.model.float8 != "off"),
     Way(name="compile", knob="compile", setting="model.compile", is_on=lambda role: role.model.compile),
     Way(name="LoRA", knob="lora", setting="model.lora.rank", is_on=lambda role: role.model.lora.rank > 0),
     Way(name="rows shared", knob="sp", setting="parallel.sp", is_on=lambda role: role.parallel.sp > 1),
@@ -97,6 +100,8 @@ REFUSED: Mapping[tuple[str, str], str] = {
     ("ZeRO-0", "optimizer offload"): "DeepSpeed offloads shards of moments, and ZeRO-0 has none. Use stage 1, 2 or 3.",
     ("optimizer offload", "8-bit AdamW"):
         "the kernel works on the accelerator's memory. Use optim.name=adamw, or a JSON without offload.",
+    ("recompute selective", "activation offload"):
+        "its products are kept where they cannot be taken away. Set recompute to full or none.",
     ("compile", "rows shared"): "it has not been tried. Set one of the two off.",
 }  # fmt: skip
 """Two ways, in the order of WAYS -> why they do not go together, and what to do."""

@@ -81,8 +81,21 @@ class ModelConfig:
     attention's and every second product's."""
     recompute_every: int = 1
     """Recompute in the first of every so many decoder layers; 1: in all."""
+    recompute_budget: float = 0.0
+    """Share of what recomputation saves that may be kept: so many of the decoder layers, the last ones, are kept whole
+    (docs/parallelism.md)."""
+    offload_activations: bool = False
+    """Keep in host memory what the decoder layers save for the backward pass (with recompute=full, their inputs)."""
     compile: bool = False
     """Compile the decoder layers with torch.compile: the first steps take long, the others may be faster."""
+    float8: Literal["off", "tensorwise", "rowwise"] = "off"
+    """Multiply in float8 in linear layers, by torchao's recipe of that name; weights keep their type."""
+    float8_filter_fqns: list[str] = field(default_factory=list)
+    """Parts of the names of linear layers that do not, beside the heads."""
+    float8_min_features: int = 0
+    """Fewest input and output features of a layer that does."""
+    float8_emulate: bool = False
+    """Compute float8's numbers without its kernels, at a loss of speed; CPUs always do."""
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     """Low-rank adapters."""
 
@@ -93,15 +106,40 @@ class ModelConfig:
             raise ValueError(
                 f"model.config has no model_type, got the keys {sorted(self.config)}. Add for example model_type: opt."
             )
-        if self.recompute_every < 1:
-            raise ValueError(f"model.recompute_every must be >= 1, got {self.recompute_every}. Use 1 for every layer.")
-        if self.recompute_every > 1 and self.recompute == "none":
-            raise ValueError(
-                f"model.recompute_every={self.recompute_every} has no effect with model.recompute=none. Set "
-                "recompute to full or selective, or leave recompute_every out."
-            )
         if self.dropout is not None and not 0 <= self.dropout < 1:
             raise ValueError(f"model.dropout must be in [0, 1) or null, got {self.dropout}.")
+        self._check_recompute()
+        self._check_float8()
+
+    def _check_recompute(self) -> None:
+        if self.recompute_every < 1:
+            raise ValueError(f"model.recompute_every must be >= 1, got {self.recompute_every}. Use 1 for every layer.")
+        if not 0 <= self.recompute_budget < 1:
+            raise ValueError(
+                f"model.recompute_budget must be in [0, 1), got {self.recompute_budget}. Use 0 to recompute in every "
+                "layer, or recompute=none to keep all."
+            )
+        for name, neutral in (("recompute_every", 1), ("recompute_budget", 0.0)):
+            if getattr(self, name) != neutral and self.recompute == "none":
+                raise ValueError(
+                    f"model.{name}={getattr(self, name)} has no effect with model.recompute=none. Set recompute to "
+                    f"full or selective, or leave {name} out."
+                )
+        if self.recompute_every > 1 and self.recompute_budget:
+            raise ValueError(
+                f"model.recompute_every={self.recompute_every} and model.recompute_budget={self.recompute_budget} both "
+                "choose the layers that are recomputed. Leave one of them out."
+            )
+
+    def _check_float8(self) -> None:
+        if self.float8_min_features < 0:
+            raise ValueError(f"model.float8_min_features must be >= 0, got {self.float8_min_features}.")
+        if self.float8 == "off" and (self.float8_filter_fqns or self.float8_min_features or self.float8_emulate):
+            raise ValueError(
+                f"model.float8_filter_fqns={self.float8_filter_fqns}, float8_min_features={self.float8_min_features} "
+                f"and float8_emulate={self.float8_emulate} have no effect with model.float8=off. Set float8 to "
+                "tensorwise or rowwise, or leave them out."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,9 @@ from rlhf.distributed import together
 from step3_ppo.experience import ScoredSequence
 
 # Largest mean |difference| of log-probs per token, nats, between two forwards of the same weights. In 16-bit types rows
-# of another shape round differently by about one unit in the last place of a logit.
-TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}
+# of another shape round differently by about one unit in the last place of a logit. In float8 other neighbours in a
+# micro-batch are other scales, and what another type rounds by less, float8 may round to its next number.
+TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3, "float8": 5e-2}
 
 
 class PolicyMismatchError(RuntimeError):

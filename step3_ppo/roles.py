@@ -60,10 +60,12 @@ def model_configs(cfg: PPOConfig) -> dict[str, ModelConfig]:
     """The four model configs: paths filled in from the role they default to, and no dropout anywhere.
 
     With dropout the same weights are two policies, one when sampling and scoring and another in the update, and the
-    first ratio is not 1.
+    first ratio is not 1. A reference that is the actor's start rounds as the actor does, so that the first KL is 0.
     """
     reference = cfg.reference if cfg.reference.path else ModelConfig(
-        path=cfg.actor.path, dtype=cfg.actor.dtype, attention=cfg.actor.attention, compile=cfg.actor.compile
+        path=cfg.actor.path, dtype=cfg.actor.dtype, attention=cfg.actor.attention, compile=cfg.actor.compile,
+        float8=cfg.actor.float8, float8_filter_fqns=cfg.actor.float8_filter_fqns,
+        float8_min_features=cfg.actor.float8_min_features, float8_emulate=cfg.actor.float8_emulate,
     )  # fmt: skip
     critic = cfg.critic if cfg.critic.path else dataclasses.replace(cfg.critic, path=cfg.reward.path)
     models = {"actor": cfg.actor, "critic": critic, "reference": reference, "reward": cfg.reward}

@@ -89,7 +89,7 @@ def train(cfg: PPOConfig) -> None:
     checkpoints = Checkpoints(run, {"actor": roles.actor, "critic": roles.critic}, parts, language=language)
     checkpoints.resume()
     voice = trusted_voice(roles, make_voice(cfg, language, roles), rows or [prompts[0]])
-    dtype = ds_config.dtype_name(ds["actor"])
+    dtype = "float8" if cfg.actor.float8 != "off" else ds_config.dtype_name(ds["actor"])
     score_batching, update_batching = make_batchings(cfg, language, ds)
 
     evaluate = make_evaluation(cfg, roles, voice, judges, score_batching, rows, run)
@@ -168,10 +168,12 @@ def make_voice(cfg: PPOConfig, language: Language, roles: Roles) -> Voice:
         ValueError: the rollout does not fit the memory that is free.
     """
     trained_in = ds_config.dtype_name(roles.actor.ds)
-    if cfg.rollout.dtype not in (None, trained_in) and not cfg.update.importance_cap:
+    drawn_in = cfg.rollout.dtype or trained_in
+    trained_in = "float8" if cfg.actor.float8 != "off" else trained_in
+    if drawn_in != trained_in and not cfg.update.importance_cap:
         logger.warning(
-            "rollout.dtype=%s draws from a policy that rounds otherwise than the one trained in %s, and nothing weighs "
-            "the difference. Set update.importance_cap=2, or watch ppo/logprob_gap.", cfg.rollout.dtype, trained_in,
+            "the rollout draws in %s from a policy that rounds otherwise than the one trained in %s, and nothing "
+            "weighs the difference. Set update.importance_cap=2, or watch ppo/logprob_gap.", drawn_in, trained_in,
         )  # fmt: skip
     dtype = None if cfg.rollout.dtype is None else getattr(torch, cfg.rollout.dtype)
     lending, plan, vllm = Lending(dtype=dtype), None, None

@@ -66,7 +66,9 @@ def strategies(number: int, ranks: int, dtype: str) -> list[Strategy]:
         Strategy(name="recompute selective", zero={"stage": 0}, model={"recompute": "selective"}),
         Strategy(name="recompute full", zero={"stage": 0}, model={"recompute": "full"}),
         Strategy(name="recompute every 2nd", zero={"stage": 0}, model={"recompute": "full", "recompute_every": 2}),
+        Strategy(name="recompute budget", zero={"stage": 0}, model={"recompute": "full", "recompute_budget": 0.5}),
         Strategy(name="compile", zero={"stage": 0}, model={"compile": True}),
+        Strategy(name="activations offloaded", zero={"stage": 0}, model={"offload_activations": True}),
     ]  # fmt: skip
     if dtype == "fp32":
         selective = {"recompute": "selective"}
@@ -81,6 +83,13 @@ def strategies(number: int, ranks: int, dtype: str) -> list[Strategy]:
     if importlib.util.find_spec("bitsandbytes") is not None:
         eight_bit = _optimizer(number, "adamw_8bit")
         found.append(Strategy(name="ZeRO-2, 8-bit moments", zero={"stage": 2}, stage=eight_bit))
+    if importlib.util.find_spec("torchao") is not None:
+        json, first = (_BF16, "bf16, ") if dtype == "fp32" else ({}, "")
+        found += [
+            Strategy(name=f"{first}float8 {recipe}", zero={"stage": 0}, json=json, model={"float8": recipe},
+                     stage={"rollout.old_logprobs": "rescore"} if number == 3 else {})
+            for recipe in ("tensorwise", "rowwise")
+        ]  # fmt: skip
     if number == 1 and ranks > 1:
         shared = {"parallel.sp": ranks}
         found += [

@@ -33,9 +33,10 @@ from transformers.utils import logging as hf_logging
 
 from rlhf.config import ModelConfig
 from rlhf.distributed import device_type
-from rlhf.models import attention, compiled
+from rlhf.models import attention, compiled, float8
 from rlhf.models.linear import use_onednn
 from rlhf.models.lora import add_lora
+from rlhf.models.offload import offload_activations
 from rlhf.models.recompute import recompute_blocks
 
 logger = logging.getLogger(__name__)
@@ -145,11 +146,10 @@ def build_causal_lm(cfg: ModelConfig, tokenizer: PreTrainedTokenizerBase, *, see
     Raises:
         FileNotFoundError: there is no such folder, or no weights in it.
         ValueError: the folder's weights are not those of the causal LM that its config describes, or cfg.compile is
-            true where nothing can be compiled.
+            true where nothing can be compiled, or cfg.float8 asks for what this machine or model cannot do.
     """
     config = read_config(cfg, tokenizer)
-    if cfg.compile:
-        compiled.check_compiler(device_type())
+    _check_machine(cfg)
     if cfg.path and _kind(config) == "reward":
         raise ValueError(
             f"{cfg.path} holds a reward model ({config.architectures}), a causal language model is needed here. "
@@ -180,8 +180,7 @@ def build_reward_model(cfg: ModelConfig, tokenizer: PreTrainedTokenizerBase, *, 
         FileNotFoundError, ValueError: as build_causal_lm.
     """
     config = read_config(cfg, tokenizer)
-    if cfg.compile:
-        compiled.check_compiler(device_type())
+    _check_machine(cfg)
     kind = _kind(config) if cfg.path else "base"
     if kind == "reward" and config.num_labels != 1:
         raise ValueError(
@@ -212,6 +211,12 @@ def build_reward_model(cfg: ModelConfig, tokenizer: PreTrainedTokenizerBase, *, 
     model.config.pad_token_id = tokenizer.pad_token_id if pad_is_distinct else None
     model.config.problem_type = "regression"
     return _finish(model, cfg, tokenizer, seed=seed)
+
+
+def _check_machine(cfg: ModelConfig) -> None:
+    if cfg.compile:
+        compiled.check_compiler(device_type())
+    float8.check_float8(cfg, device_type())
 
 
 def check_length_fits(config: PreTrainedConfig, num_tokens: int) -> None:
@@ -395,13 +400,17 @@ def _finish(
     if isinstance(embedding, nn.Embedding):
         # A padding_idx keeps gradients from that row, which may be the stop token's; masks keep padding out already.
         embedding.padding_idx = None
+    if cfg.float8 != "off":
+        float8.use_float8(model, cfg, device_type=device_type())
     if cfg.recompute != "none":
-        recompute_blocks(model, cfg.recompute, every=cfg.recompute_every)
+        recompute_blocks(model, cfg.recompute, every=cfg.recompute_every, budget=cfg.recompute_budget)
     if device_type() == "cpu":
         use_onednn(model)
     if cfg.lora.rank:
         with _seeded(seed):
             model = cast(PreTrainedModel, add_lora(model, cfg.lora))
+    if cfg.offload_activations:
+        offload_activations(model)
     if cfg.compile:
         compiled.compile_blocks(model)
     return model

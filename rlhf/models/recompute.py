@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from rlhf.models.backbone import known_blocks
 from rlhf.models.linear import FlatLinear
+from rlhf.plan.layout import recomputed_layers
 
 # Names, since which of them exist depends on how torch was built.
 _ATTENTION = (
@@ -33,8 +34,17 @@ _ATTENTION = (
 _PRODUCTS = ("aten.mm", "aten.addmm", "aten._scaled_mm", "mkldnn._linear_pointwise")
 
 
-def recompute_blocks(model: PreTrainedModel, how: Literal["full", "selective"], *, every: int) -> None:
-    """Let the first block of every `every` be computed again in the backward pass; only while it trains.
+def recompute_blocks(model: PreTrainedModel, how: Literal["full", "selective"], *, every: int, budget: float) -> None:
+    """Let blocks be computed again in the backward pass; only while it trains.
+
+    What a budget pays for are the last ones: the backward pass frees what they hold before it computes a block again.
+
+    Args:
+        model: with blocks that are alike.
+        how: what of a block is kept.
+        every: the first of so many is computed again.
+        budget: share of the blocks, at most, that are kept whole, [0, 1): torch's `activation_memory_budget`, 0 keeping
+            what recomputation of all keeps and 1 everything.
 
     Raises:
         ValueError: the model has no blocks that are known as such.
@@ -44,8 +54,9 @@ def recompute_blocks(model: PreTrainedModel, how: Literal["full", "selective"], 
     if how == "selective":
         options["context_fn"] = _selective_contexts
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    recomputed = recomputed_layers(len(blocks), every=every, budget=budget)
     for number, block in enumerate(blocks):
-        chosen = number % every == 0
+        chosen = number in recomputed
         cast(Any, block).gradient_checkpointing = chosen
         if chosen and how == "selective":
             _flatten(block)

@@ -50,6 +50,9 @@ def _add_work(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--micro-batch", type=int, default=4, metavar="N", help="sequences of a device at once (4)")
     group.add_argument("--global-batch", type=int, default=64, metavar="N", help="sequences of an update (64)")
     group.add_argument("--recompute", choices=("none", "selective", "full"), help="default: full from 3B parameters")
+    group.add_argument(
+        "--recompute-budget", type=float, default=0.0, metavar="SHARE", help="of the layers is kept all the same (0)"
+    )
     group.add_argument("--dtype", choices=("bf16", "fp16", "fp32", "fp8"), default="bf16", help="default: bf16")
     group.add_argument("--lora", type=int, default=0, metavar="RANK", help="train adapters of this rank alone")
     group.add_argument("--tensor", type=int, default=1, metavar="N", help="tensor parallelism of the actor")

@@ -102,8 +102,8 @@ def _check(layout: Layout) -> None:
             f"--emit cannot write tensor {layout.tensor} x pipeline {layout.pipeline} x context {layout.context}: this "
             "code divides data alone, and rows in step 1 alone. Plan without them."
         )
-    if layout.dtype not in ("bf16", "fp16", "fp32"):
-        raise ValueError(f"--emit cannot write {layout.dtype}: this code trains in bf16, fp16 or fp32. Set --dtype.")
+    if layout.dtype not in ("bf16", "fp16", "fp32", "fp8"):
+        raise ValueError(f"--emit cannot write {layout.dtype}: this code trains in bf16, fp16, fp32 or fp8.")
 
 
 def _texts(setting: Setting, folder: Path, template: Template, load: LoadJson) -> dict[str, str]:
@@ -173,9 +173,21 @@ def _fill_training(doc: dict[str, Any], training: Training) -> None:
 
 
 def _fill_model(model: dict[str, Any], layout: Layout) -> None:
-    model.update(recompute=layout.recompute, recompute_every=layout.recompute_every)
+    model.update(
+        recompute=layout.recompute, recompute_budget=layout.recompute_budget, recompute_every=layout.recompute_every
+    )
+    _fill_float8(model, layout)
     if layout.lora or "lora" in model:
         model["lora"] = {**model.get("lora", {}), "rank": layout.lora}
+
+
+def _fill_float8(model: dict[str, Any], layout: Layout) -> None:
+    """The recipe's own float8 for fp8, else `tensorwise`, the fastest; for other types none."""
+    if layout.dtype != "fp8":
+        for key in [key for key in model if key.startswith("float8")]:
+            del model[key]
+    elif model.get("float8", "off") == "off":
+        model["float8"] = "tensorwise"
 
 
 def _fill_lengths(docs: Mapping[str, dict[str, Any]], setting: Setting) -> None:
@@ -195,6 +207,7 @@ def _fill_ppo(doc: dict[str, Any], setting: Setting) -> None:
     doc["update"].update(minibatch_size=ppo.minibatch, epochs=ppo.epochs)
     doc["max_steps"] = max(1, round(ppo.prompts / (prompts * samples)))
     _fill_model(doc["actor"], ppo.actor)
+    _fill_float8(doc.setdefault("critic", {}), ppo.critic)
 
 
 def _ds_config(load: LoadJson, source: str, layout: Layout) -> dict[str, Any]:
@@ -215,8 +228,8 @@ def _ds_config(load: LoadJson, source: str, layout: Layout) -> dict[str, Any]:
         raw = {**made, **{key: raw[key] for key in ("hybrid_engine",) if key in raw and layout.zero == 3}}
     for key in ("bf16", "fp16"):
         raw.pop(key, None)
-    if layout.dtype != "fp32":
-        raw[layout.dtype] = {"enabled": True}
+    if layout.stored != "fp32":
+        raw[layout.stored] = {"enabled": True}
     raw["train_micro_batch_size_per_gpu"] = layout.micro_batch
     return raw
 

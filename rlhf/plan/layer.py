@@ -69,8 +69,8 @@ def layer(shape: Shape, layout: Layout, device: Device, stack: Stack) -> LayerTi
         forward += matmul(device, dtype, tokens, n, k)
         backward += backward_product(device, dtype, tokens, n, k, own=not layout.lora)
         if layout.lora:
-            adapter = matmul(device, _sixteen(dtype), tokens, layout.lora, k) + matmul(
-                device, _sixteen(dtype), tokens, n, layout.lora
+            adapter = matmul(device, layout.stored, tokens, layout.lora, k) + matmul(
+                device, layout.stored, tokens, n, layout.lora
             )
             forward += adapter
             backward += 2 * adapter
@@ -116,7 +116,7 @@ def pointwise_bytes(shape: Shape, layout: Layout, stack: Stack) -> float:
 
 
 def _attention(shape: Shape, layout: Layout, device: Device, stack: Stack) -> tuple[float, float]:
-    dtype = _sixteen(layout.dtype)
+    dtype = layout.stored
     heads = shape.heads / layout.tensor
     pairs = layout.micro_batch * layout.length * layout.length / layout.context * heads
     operations = 4 * pairs * shape.head_size
@@ -139,14 +139,9 @@ def _attention(shape: Shape, layout: Layout, device: Device, stack: Stack) -> tu
     return forward, 2 * computing + traffic(device, 1.5 * moved)
 
 
-def _sixteen(dtype: str) -> str:
-    """Type of what stays in 16 bits beside narrow products."""
-    return "bf16" if dtype in ("fp8", "fp4") else dtype
-
-
 def head(shape: Shape, layout: Layout, device: Device, stack: Stack) -> float:
     """Seconds of the language head and its loss, forward and backward, for one micro-batch."""
-    dtype = _sixteen(layout.dtype)
+    dtype = layout.stored
     n = shape.vocabulary / layout.tensor
     padded = -(-n // 64) * 64
     trained = not layout.lora or layout.embeddings_trained

@@ -1,10 +1,22 @@
 """How a model is spread over ranks, and what the software does with it. No torch."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 Recompute = Literal["none", "selective", "full"]
 Optimizer = Literal["adamw", "adamw_8bit", "muon"]
+
+
+def recomputed_layers(layers: int, *, every: int = 1, budget: float = 0.0) -> range:
+    """Numbers of the layers that are recomputed.
+
+    Args:
+        layers: of the model.
+        every: the first of so many is.
+        budget: share of the layers, in [0, 1), that are kept whole: so many of the last ones.
+    """
+    return range(0, layers - math.floor(budget * layers + 1e-9), every)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +125,10 @@ class Layout:
     recompute: Recompute = "none"
     recompute_every: int = 1
     """Layers are recomputed in the first of every so many."""
+    recompute_budget: float = 0.0
+    """Share of the layers that are kept whole all the same."""
     dtype: str = "bf16"
+    """fp8: bf16 with `model.float8`."""
     optimizer: Optimizer = "adamw"
     lora: int = 0
     """Rank of adapters on all matrices of the layers, which then are the only trained weights; 0: all are trained."""
@@ -128,8 +143,17 @@ class Layout:
     offload_activations: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("gpus", "length", "micro_batch", "accumulation", "tensor", "pipeline", "virtual", "context",
-                     "recompute_every"):  # fmt: skip
+        for name in (
+            "gpus",
+            "length",
+            "micro_batch",
+            "accumulation",
+            "tensor",
+            "pipeline",
+            "virtual",
+            "context",
+            "recompute_every",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}.")
         if self.gpus % self.model_ranks:
@@ -170,9 +194,15 @@ class Layout:
         return self.zero == 3 and self.shards > 1
 
     @property
-    def recomputed_share(self) -> float:
-        """Share of the layers that are recomputed in some way."""
-        return 1 / self.recompute_every if self.recompute != "none" else 0.0
+    def stored(self) -> str:
+        """Type of weights and of whatever is no product of a layer in training."""
+        return "bf16" if self.dtype in ("fp8", "fp4") else self.dtype
+
+    def recomputed_share(self, layers: int) -> float:
+        """Share of a model's layers that are recomputed in some way."""
+        if self.recompute == "none":
+            return 0.0
+        return len(recomputed_layers(layers, every=self.recompute_every, budget=self.recompute_budget)) / layers
 
     @property
     def global_batch(self) -> int:

@@ -109,15 +109,16 @@ def layer_activations(shape: Shape, layout: Layout, stack: Stack) -> float:
 def activations(shape: Shape, layout: Layout, stack: Stack = OURS) -> tuple[float, float]:
     """(bytes kept for the backward pass, bytes of the layer at work) of a rank of the first stage."""
     whole = layer_activations(shape, replace(layout, recompute="none"), stack) * layout.tokens
-    share = layout.recomputed_share
+    share = layout.recomputed_share(shape.layers)
     per_layer = share * layer_activations(shape, layout, stack) * layout.tokens + (1 - share) * whole
     layers = shape.layers / layout.pipeline
     in_flight = float(min(layout.accumulation, layout.pipeline))
     if layout.virtual > 1:  # Korthikanti et al., sec. 4.2.3
         in_flight *= 1 + (layout.pipeline - 1) / (layout.pipeline * layout.virtual)
     kept = 0.0 if layout.offload_activations else per_layer * layers * in_flight
-    # A layer is recomputed before its backward pass, whose gradients are as large as its widest tensors.
-    working = whole if layout.recompute != "none" else whole / 2
+    # A layer is recomputed before its backward pass, whose gradients are as large as its widest tensors. Where the last
+    # layers are kept whole, theirs is over by then and has freed more than that.
+    working = whole if layout.recompute != "none" and not layout.recompute_budget else whole / 2
     return kept, working
 
 

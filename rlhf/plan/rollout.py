@@ -75,6 +75,7 @@ def rollout(shape: Shape, layout: Layout, device: Device, work: Work, *, host: f
     """Draw `work.rows` responses on each rank, in batches, all of full length."""
     batches = -(-work.rows // work.batch)
     batch = min(work.rows, work.batch)
+    layout = replace(layout, dtype=layout.stored)
     prompt = replace(layout, length=work.prompt, micro_batch=batch, recompute="none", lora=0, context=1)
     prefill = shape.layers * layers.layer(shape, prompt, device, OURS).forward
     middle = work.prompt + work.response / 2
@@ -95,7 +96,7 @@ def decode_step(
     shape: Shape, layout: Layout, device: Device, batch: int, length: float, *, host: float = DECODE_HOST
 ) -> float:
     """Seconds of one token of `batch` rows that are `length` long; tensor-parallel ranks share the model."""
-    dtype, tensor = layout.dtype, layout.tensor
+    dtype, tensor = layout.stored, layout.tensor
     products = sum(matmul(device, dtype, batch, n, k) for n, k in layers.products(shape, tensor))
     width = 4.0 if dtype == "fp32" else 2.0
     keys = traffic(device, width * batch * length * shape.cache_elements / shape.layers / tensor)

@@ -86,6 +86,7 @@ class Choices:
     micro_batch: int = 4
     global_batch: int = 64
     recompute: str | None = None
+    recompute_budget: float = 0.0
     dtype: str = "bf16"
     lora: int = 0
     tensor: int = 1
@@ -111,6 +112,7 @@ def from_models(actor: str, reward: str, device: Device, gpus: int, choices: Cho
     zero = choices.zero if choices.zero is not None else (3 if gpus > 1 and choices.pipeline == 1 else min(1, gpus - 1))
     main = Layout(
         gpus=gpus, length=length, micro_batch=choices.micro_batch, zero=zero, recompute=recompute,  # type: ignore[arg-type]
+        recompute_budget=choices.recompute_budget if recompute != "none" else 0.0,
         dtype=choices.dtype, lora=choices.lora, tensor=choices.tensor, pipeline=choices.pipeline,
         virtual=choices.virtual, sequence_parallel=choices.tensor > 1, offload_optimizer=choices.offload,
         offload_weights=choices.offload and zero == 3,
@@ -124,7 +126,8 @@ def from_models(actor: str, reward: str, device: Device, gpus: int, choices: Cho
         response=choices.response, sft=Training(layout=main, rows=choices.demonstrations, epochs=choices.epochs),
         preference=Training(layout=small, rows=choices.pairs, epochs=choices.epochs),
         ppo=Policy(
-            actor=main, critic=small, reference=replace(main, lora=0, offload_optimizer=False), reward=small,
+            actor=main, critic=small, reward=replace(small, dtype=small.stored),
+            reference=replace(main, lora=0, offload_optimizer=False),
             prompts=choices.prompts, prompts_per_step=prompts_per_step, decode_batch=64, score_batch=SCORE_ROWS,
             minibatch=main.global_batch, hybrid=2 * policy.parameters / main.tensor < WHOLE * device.memory,
         ),
@@ -173,14 +176,15 @@ def from_recipe(
     ) -> Layout:
         raw = load(json_name)
         zero = raw.get("zero_optimization", {})
-        dtype = dtype_of(raw)
+        dtype = _computes_in(raw, model, device)
         device.peak(dtype)
         tokens = config["data"]["max_prompt_tokens"] + config["data"]["max_response_tokens"]
         budget = int(config["data"].get("micro_batch_tokens", 0)) // tokens
         made = Layout(
             gpus=gpus, length=tokens, micro_batch=budget or int(raw.get("train_micro_batch_size_per_gpu", 1)),
             zero=int(zero.get("stage", 0)), recompute=model.get("recompute", "none"),
-            recompute_every=int(model.get("recompute_every", 1)), dtype=dtype,
+            recompute_every=int(model.get("recompute_every", 1)),
+            recompute_budget=float(model.get("recompute_budget", 0.0)), dtype=dtype,
             optimizer=optim.get("name", "adamw"),
             lora=int(model.get("lora", {}).get("rank", 0)), context=sharers(config),
             offload_optimizer="offload_optimizer" in zero, offload_weights="offload_param" in zero,
@@ -189,6 +193,9 @@ def from_recipe(
 
     jsons, rollout, update = ppo["deepspeed"], ppo["rollout"], ppo["update"]
     minibatch = int(update["minibatch_size"])
+    as_actor = {key: value for key, value in ppo["actor"].items() if "float8" in key}  # where it is the actor's start
+    if not ppo["reference"].get("path"):
+        ppo = {**ppo, "reference": {**ppo["reference"], **as_actor}}
     roles = {
         role: layout(ppo, ppo[role], jsons[role], minibatch, ppo.get(f"{role}_optim", {}))
         for role in ("actor", "critic", "reference", "reward")
@@ -213,6 +220,12 @@ def from_recipe(
 def dtype_of(ds: Mapping[str, Any]) -> str:
     """Type that a DeepSpeed JSON computes in."""
     return next((short for short in ("bf16", "fp16") if ds.get(short, {}).get("enabled")), "fp32")
+
+
+def _computes_in(ds: Mapping[str, Any], model: Mapping[str, Any], device: Device) -> str:
+    """Type of the products of a model: fp8 where bf16's are kernels in float8, which emulation is not."""
+    dtype, is_emulated = dtype_of(ds), model.get("float8_emulate") or device.is_serial
+    return "fp8" if model.get("float8", "off") != "off" and dtype == "bf16" and not is_emulated else dtype
 
 
 def with_lengths(setting: Setting, *, prompt: float, response: float, micro_batch_rows: float | None = None) -> Setting:

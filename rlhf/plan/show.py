@@ -29,6 +29,7 @@ def said_layout(layout: Layout) -> str:
     words += [f"in {layout.virtual} pieces"] * (layout.virtual > 1)
     words += [f"DP {layout.data}", f"micro-batch {layout.micro_batch} x {layout.accumulation}"]
     every = f" in 1 of {layout.recompute_every} layers" * (layout.recompute_every > 1)
+    every += f" in all but {layout.recompute_budget:.0%} of the layers" * (layout.recompute_budget > 0)
     words += [f"recompute {layout.recompute}{every}"] * (layout.recompute != "none")
     words += [f"LoRA {layout.lora}"] * bool(layout.lora)
     words += ["offload"] * layout.offload_optimizer

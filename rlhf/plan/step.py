@@ -53,12 +53,13 @@ def step(shape: Shape, layout: Layout, device: Device, stack: Stack = OURS, *, w
     stack = stack_on(device, stack)
     one = layers.layer(shape, layout, device, stack)
     head = layers.head(shape, layout, device, stack) if with_head else 0.0
-    count = slowest(shape, layout, head / (one.forward + one.backward + _again(one, layout, stack)))
+    again = _again(shape, one, layout, stack)
+    count = slowest(shape, layout, head / (one.forward + one.backward + again))
     useful = count * (one.forward + one.backward) + head * (layout.pipeline == 1)
-    again = count * _again(one, layout, stack)
+    again *= count
     tensor = count * _tensor(shape, layout, device, stack)
     busy = useful + again + tensor
-    share = layout.recomputed_share
+    share = layout.recomputed_share(shape.layers)
     passes = share * layers.HOST_PASSES[layout.recompute] + (1 - share) * layers.HOST_PASSES["none"]
     host = one.host * passes
     waiting = count * host
@@ -111,14 +112,15 @@ def slowest(shape: Shape, layout: Layout, head: float) -> float:
     return max(middle, middle - ends_have_less + head)
 
 
-def _again(one: layers.LayerTime, layout: Layout, stack: Stack) -> float:
+def _again(shape: Shape, one: layers.LayerTime, layout: Layout, stack: Stack) -> float:
     """Seconds of the second forward of a layer, mean over those that have none."""
+    share = layout.recomputed_share(shape.layers)
     if layout.recompute == "full":
-        return layout.recomputed_share * one.forward
+        return share * one.forward
     if layout.recompute == "selective":
         # Without pairs in memory every second product is made again (torchtitan's "op"); with them, attention's are.
         again = 0.5 * one.products + one.pointwise if stack.on_chip else one.attention
-        return layout.recomputed_share * again
+        return share * again
     return 0.0
 
 
@@ -127,14 +129,15 @@ def _tensor(shape: Shape, layout: Layout, device: Device, stack: Stack) -> float
     and the keys and values that a context group passes round."""
     size = 2.0 * layout.tokens * shape.hidden
     total = 0.0
+    again = layout.recomputed_share(shape.layers) * (layout.recompute == "full")
     if layout.tensor > 1:
-        times = 4 + 2 * layout.recomputed_share * (layout.recompute == "full")
+        times = 4 + 2 * again
         members = group(device, layout.tensor)
         total += times * all_reduce(members, size) * (1 - stack.tensor_overlap)
     if layout.context > 1:
         members = group(device, layout.context, stride=layout.tensor)
         keys = 2.0 * 2 * layout.tokens * layout.context * shape.kv_heads * shape.head_size / layout.tensor
-        passes = 3 + layout.recomputed_share * (layout.recompute == "full")
+        passes = 3 + again
         total += passes * all_gather(members, keys) * 0.5  # half of it under the pairs of the block at hand
     return total
 

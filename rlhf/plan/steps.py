@@ -117,7 +117,7 @@ def _training(setting: Setting, number: int, shape: Shape, training: Training) -
 
 def _recomputed(shape: Shape, layout: Layout, length: float) -> float:
     """FLOPs of the second forward of one sequence."""
-    return layout.recomputed_share * flops.recomputed(shape, length, layout.recompute)
+    return layout.recomputed_share(shape.layers) * flops.recomputed(shape, length, layout.recompute)
 
 
 def _with_context(found: Memory, device: Device) -> Memory:
@@ -257,8 +257,9 @@ def _changed(setting: Setting, number: int) -> list[Remedy]:
 
 def _layouts(layout: Layout) -> list[tuple[str, Layout]]:
     found = []
-    if layout.recompute != "full":
-        found.append(("recompute activations", replace(layout, recompute="full", recompute_every=1)))
+    whole = replace(layout, recompute="full", recompute_every=1, recompute_budget=0.0)
+    if layout != whole:
+        found.append(("recompute activations", whole))
     if layout.micro_batch > 1:
         micro = layout.micro_batch // 2
         found.append((f"micro-batch {micro}", replace(layout, micro_batch=micro, accumulation=2 * layout.accumulation)))

@@ -18,6 +18,7 @@ from rlhf.models import attention
 from rlhf.models.backbone import base_of
 from rlhf.models.build import check_length_fits
 from rlhf.models.compiled import uncompiled
+from rlhf.models.float8 import without_float8
 from rlhf.rollout.job import (
     Job,
     Meter,
@@ -160,7 +161,7 @@ def generate(  # noqa: PLR0913  the coordinates of sampling are named one by one
 
 @contextmanager
 def inference(model: nn.Module) -> Iterator[None]:
-    """Run the block without gradients, in eval mode and uncompiled; all comes back as it was, whatever happens.
+    """Run the block without gradients, in eval mode, uncompiled and without float8; after, whatever happens, as before.
 
     Eval mode also switches gradient checkpointing off: transformers recomputes only modules that are training. A
     compiled layer would have to do without weights in the order of the kernels (docs/design/002-rollout.md).
@@ -168,7 +169,7 @@ def inference(model: nn.Module) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        with torch.no_grad(), uncompiled(model):
+        with torch.no_grad(), uncompiled(model), without_float8(model):
             yield
     finally:
         for module, training in modes:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from rlhf.models.float8 import Float8Linear
 from rlhf.models.linear import FEWEST_WEIGHTS, FlatLinear, onednn_multiplies, product, reorder
 from rlhf.models.lora import is_adapted, merged_weight
 
@@ -125,9 +126,9 @@ def _plain_forward(weight_OI: Tensor, bias_O: Tensor | None) -> Callable[[Tensor
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """A layer that computes as nn.Linear or GPT-2's Conv1D does, not a subclass with a forward of its own."""
+    """A layer that decodes as nn.Linear or GPT-2's Conv1D does, not a subclass with a forward of its own."""
     return (
-        type(module).forward in (nn.Linear.forward, FlatLinear.forward, Conv1D.forward)
+        type(module).forward in (nn.Linear.forward, FlatLinear.forward, Float8Linear.forward, Conv1D.forward)
         and cast(Tensor, module.weight).ndim == 2
     )
 

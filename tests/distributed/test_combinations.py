@@ -32,11 +32,13 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "8-bit AdamW": ("optim", {"name": "adamw_8bit"}),
     "recompute selective": ("model", {"recompute": "selective"}),
     "recompute full": ("model", {"recompute": "full"}),
+    "activation offload": ("model", {"offload_activations": True}),
+    "float8": ("model", {"float8": "rowwise"}),
     "compile": ("model", {"compile": True}),
     "LoRA": ("model", {"lora": LoRAConfig(rank=4)}),
     "rows shared": ("parallel", {"sp": 2}),
 }
-NUMERIC = ("bf16", "Muon", "8-bit AdamW", "LoRA")
+NUMERIC = ("bf16", "Muon", "8-bit AdamW", "float8", "LoRA")
 """Those that train otherwise; what they are combined with must not."""
 STAGE = {"hpZ": 3, "weight offload": 3, "optimizer offload": 1}
 """The ZeRO stage that a way is tried at where its partner names none."""

@@ -151,7 +151,7 @@ def recomputing_job(cases: list[tuple[str, str, int]], zero: dict[str, Any]) -> 
     tokens, found = tokenizer(), {}
     for family, kind, rank in cases:
         states = []
-        for options in ({}, {"recompute": "selective"}, {"recompute": "full", "recompute_every": 2}):
+        for options in ({}, {"recompute": "selective"}, {"recompute": "full", "recompute_budget": 0.5}):
             cfg = ModelConfig(config=FAMILIES[family], dropout=0.0, lora=LoRAConfig(rank=rank), **options)
             trained = engine_of(
                 wrapped(kind, cfg, tokens, sharded=True), "cpu_zero3", changes={"zero_optimization": zero}

@@ -1,6 +1,7 @@
 """What is found before a process is started: one message each, all at once. Fault row F9 (artifacts)."""
 
 import dataclasses
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,19 @@ def test_hybrid_engine_limit(tmp_path: Path) -> None:
     (tmp_path / "actor.json").write_text(json.dumps(raw))
     found = problems(tmp_path, overrides=[f"--ppo.deepspeed.actor={tmp_path}/actor.json"])
     assert "max_out_tokens=10 is below data.max_prompt_tokens + data.max_response_tokens = " in found
+
+
+def test_float8_needs_torchao(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    overrides = ["--ppo.actor.float8=rowwise"]
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: None if name == "torchao" else find(name, *more)
+    )
+    found = problems(tmp_path, overrides=overrides)
+    assert "step3_ppo: actor.float8=rowwise: torchao is not installed. Run `pip install" in found
+    assert "torchao" not in problems(tmp_path)
+    monkeypatch.undo()
+    assert "torchao" not in problems(tmp_path, overrides=overrides)
 
 
 def test_a_compiler_needed(tmp_path: Path) -> None:

@@ -1,11 +1,14 @@
 """What a rollout may be asked for, and what of it does not fit how the actor runs. One message each."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rlhf.config import ModelConfig
 from step3_ppo.config import PPOConfig
+from step3_ppo.roles import model_configs
 from tests.stages import ppo_config
 
 
@@ -49,6 +52,26 @@ def test_settings_that_contradict_each_other(changes: dict[str, Any], message: s
 def test_settings_that_do_not_fit_the_actor(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         config(**changes).check_rollout(trained_in="float32", zero_stage=2, world_size=4)
+
+
+def test_float8_is_for_what_is_trained_and_rescored() -> None:
+    """A frozen model has none, but for the reference, which rounds as the actor whose start it is."""
+
+    def changed(**models: ModelConfig) -> PPOConfig:
+        return dataclasses.replace(config(rollout__old_logprobs="rescore"), **models)
+
+    with pytest.raises(ValueError, match="reward.float8=rowwise, but the reward model is not trained.*Leave it out"):
+        changed(reward=ModelConfig(path="r", float8="rowwise"))
+    with pytest.raises(ValueError, match="reference.float8=rowwise, but there is no reference.path.*as the actor does"):
+        changed(reference=ModelConfig(float8="rowwise"))
+    changed(reference=ModelConfig(path="a", float8="rowwise"))
+    made = changed(actor=ModelConfig(path="a", float8="tensorwise", float8_filter_fqns=["fc1"], float8_min_features=32))
+    models = model_configs(made)
+    for name in ("float8", "float8_filter_fqns", "float8_min_features", "float8_emulate"):
+        assert getattr(models["reference"], name) == getattr(models["actor"], name)
+    assert models["critic"].float8 == models["reward"].float8 == "off"
+    with pytest.raises(ValueError, match="actor.float8=rowwise, but rollout.old_logprobs is `decoder`.*rescore"):
+        dataclasses.replace(config(), actor=ModelConfig(path="a", float8="rowwise"))
 
 
 def test_settings_that_fit() -> None:

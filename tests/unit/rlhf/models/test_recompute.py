@@ -17,6 +17,7 @@ HOW = {
     "full": {"recompute": "full"},
     "selective": {"recompute": "selective"},
     "every second": {"recompute": "full", "recompute_every": 2},
+    "budget": {"recompute": "full", "recompute_budget": 0.5},
 }
 LAYERS = 2
 
@@ -73,6 +74,7 @@ def test_selective_repeats_no_attention_and_half_of_the_products(
         "full": (LAYERS, 5 * LAYERS),
         "selective": (0, 2 * LAYERS),
         "every second": (1, 5),
+        "budget": (1, 5),
     }
 
 
@@ -107,11 +109,19 @@ def test_less_is_kept_the_more_is_recomputed(families: dict[str, Any], make: Any
         assert out.logprob_BT.requires_grad
     assert kept["full"] < kept["selective"] < kept["none"] and kept["full"] < kept["every second"] < kept["none"], kept
     assert kept["full"] < 0.5 * kept["none"], kept
+    # Half of the four layers are whole: half of what is saved, but for a tensor between the two kinds.
+    assert kept["budget"] == pytest.approx((kept["full"] + kept["none"]) / 2, abs=0.01 * kept["none"])
 
 
 def test_the_first_of_every_n_layers(families: dict[str, Any], make: Any) -> None:
     model = make.lm({**families["llama"], "num_hidden_layers": 5}, recompute="selective", recompute_every=2)
     assert [layer.gradient_checkpointing for layer in model.model.layers] == [True, False, True, False, True]
+
+
+def test_a_budget_keeps_the_last_layers(families: dict[str, Any], make: Any) -> None:
+    """What is kept lies between all and nothing of what recomputation saves as the budget says, by whole layers."""
+    model = make.lm({**families["llama"], "num_hidden_layers": 5}, recompute="selective", recompute_budget=0.5)
+    assert [layer.gradient_checkpointing for layer in model.model.layers] == [True, True, True, False, False]
     assert not any(layer.gradient_checkpointing for layer in make.lm(families["llama"]).model.layers)
 
 
@@ -120,7 +130,14 @@ def test_bad_values_are_refused(families: dict[str, Any], make: Any) -> None:
         ModelConfig(recompute="full", recompute_every=0)
     with pytest.raises(ValueError, match=r"recompute_every=2 has no effect with model.recompute=none"):
         ModelConfig(recompute_every=2)
+    with pytest.raises(ValueError, match=r"recompute_every=2 and model.recompute_budget=0.5 both"):
+        ModelConfig(recompute="full", recompute_every=2, recompute_budget=0.5)
+    for budget in (-0.1, 1.0):
+        with pytest.raises(ValueError, match=rf"recompute_budget must be in \[0, 1\), got {budget}.*recompute=none"):
+            ModelConfig(recompute="full", recompute_budget=budget)
+    with pytest.raises(ValueError, match=r"recompute_budget=0.5 has no effect with model.recompute=none"):
+        ModelConfig(recompute_budget=0.5)
     model = make.lm(families["llama"])
     model.model.layers = torch.nn.ModuleList()
     with pytest.raises(ValueError, match=r"no decoder layers are known in LlamaForCausalLM.*Set recompute: none"):
-        recompute_blocks(model, "full", every=1)
+        recompute_blocks(model, "full", every=1, budget=0.0)

@@ -1,6 +1,7 @@
 """A plan written as a recipe, read back, checked by the launcher without starting anything, and run."""
 
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -54,16 +55,18 @@ def write(made: Setting, folder: Path) -> list[str]:
         (8, {"zero": 2, "recompute": "none", "prompt": 128, "response": 384, "lora": 64}),
         (8, {"zero": 3, "offload": True, "dtype": "fp16"}),
         (8, {"recompute": "selective"}),
+        (8, {"dtype": "fp8"}),
         (1, {"zero": 0, "lora": 16}),
     ],
 )
 def test_what_is_read_back_is_what_was_planned(gpus: int, choices: dict[str, Any], tmp_path: Path) -> None:
-    made = setting(gpus, **choices)
+    gpu = "h100-sxm" if choices.get("dtype") == "fp8" else "a100-80"
+    made = setting(gpus, gpu, **choices)
     command = write(made, tmp_path / "mine")
     assert command[:4] == ["rlhf", "run", "--recipe", str(tmp_path / "mine")] and ("--hostfile" in command) == (
         gpus > 8
     )
-    found = read(tmp_path / "mine")
+    found = read(tmp_path / "mine", gpu)
     assert (found.name, found.gpus, found.actor, found.reward) == ("mine", gpus, made.actor, made.reward)
     assert (found.prompt, found.response) == (made.prompt, made.response)
     assert found.sft.layout == made.sft.layout and found.preference.layout == made.preference.layout
@@ -76,12 +79,15 @@ def test_what_is_read_back_is_what_was_planned(gpus: int, choices: dict[str, Any
         assert getattr(found.ppo, name) == getattr(made.ppo, name)
 
 
-def test_shared_rows_and_every_second_layer_are_written(tmp_path: Path) -> None:
+def test_shared_rows_and_a_budget_are_written(tmp_path: Path) -> None:
     made = setting()
     layout = made.sft.layout
-    shared = replace(layout, context=2, accumulation=2 * layout.accumulation, recompute="full", recompute_every=2)
+    shared = replace(layout, context=2, accumulation=2 * layout.accumulation, recompute="full", recompute_budget=0.25)
     write(replace(made, sft=replace(made.sft, layout=shared)), tmp_path / "mine")
     assert read(tmp_path / "mine").sft.layout == shared
+    second = replace(shared, recompute_every=2, recompute_budget=0.0)
+    write(replace(made, sft=replace(made.sft, layout=second)), tmp_path / "second")
+    assert read(tmp_path / "second").sft.layout == second
     with pytest.raises(ValueError, match="cannot write tensor 1 x pipeline 1 x context 2"):
         write(replace(made, preference=replace(made.preference, layout=shared)), tmp_path / "other")
 
@@ -121,7 +127,6 @@ def test_what_does_not_fit_is_changed_first(tmp_path: Path, capsys: pytest.Captu
     ("change", "said"),
     [
         ({"tensor": 8}, "cannot write tensor 8"),
-        ({"dtype": "fp8"}, "cannot write fp8"),
     ],
 )
 def test_what_this_code_cannot_run_is_refused(change: dict[str, Any], said: str, tmp_path: Path) -> None:
@@ -163,3 +168,36 @@ def test_a_recipe_that_fits_here_runs(tmp_path: Path) -> None:
     rlhf("run", "--recipe", str(folder), "--out", str(tmp_path / "run"), *short)
     stages = json.loads((tmp_path / "run" / "summary.json").read_text())["stages"]
     assert [stage["status"] for stage in stages.values()] == ["done"] * 3
+
+
+def test_float8_is_fp8_where_there_are_kernels_for_it(tmp_path: Path) -> None:
+    """A recipe's own choice is kept and read; other types, emulation and devices without it are no fp8."""
+    write(setting(gpu="h100-sxm", dtype="fp8"), tmp_path / "mine")
+    docs = {key: yaml.safe_load((tmp_path / f"mine/{key}.yaml").read_text()) for key in ("sft", "reward", "ppo")}
+    trained = [docs["sft"]["model"], docs["reward"]["model"], docs["ppo"]["actor"], docs["ppo"]["critic"]]
+    assert all(model["float8"] == "tensorwise" for model in trained)
+    assert "float8" not in docs["ppo"].get("reference", {}) and "float8" not in docs["ppo"].get("reward", {})
+    found = read(tmp_path / "mine", "h100-sxm")
+    assert found.sft.layout.dtype == "fp8"
+    template = Template(folder=tmp_path / "template", actor="facebook/opt-13b")
+    shutil.copytree(TEMPLATE.folder, template.folder)
+    own = yaml.safe_load((template.folder / "sft.yaml").read_text())
+    own["model"].update(float8="rowwise", float8_filter_fqns=["fc1"])
+    (template.folder / "sft.yaml").write_text(yaml.safe_dump(own))
+    for dtype, kept in (("fp8", {"float8": "rowwise", "float8_filter_fqns": ["fc1"]}), ("bf16", {})):
+        made = replace(found, sft=replace(found.sft, layout=replace(found.sft.layout, dtype=dtype)))
+        emit(made, tmp_path / dtype, template=template, load=ds_config.load)
+        model = yaml.safe_load((tmp_path / dtype / "sft.yaml").read_text())["model"]
+        assert {key: value for key, value in model.items() if "float8" in key} == kept
+    with pytest.raises(ValueError, match="a100-80 has no fp8 peak"):
+        read(tmp_path / "mine")
+    docs["sft"]["model"].update(float8_emulate=True)
+    (tmp_path / "mine/sft.yaml").write_text(yaml.safe_dump(docs["sft"]))
+    assert read(tmp_path / "mine", "h100-sxm").sft.layout.dtype == "bf16"
+
+
+def test_fp8_is_for_what_is_trained() -> None:
+    """A rollout and the frozen models are those of bf16; actor and critic are faster."""
+    one, other = (plan_step(setting(gpu="h100-sxm", dtype=dtype), 3).seconds for dtype in ("bf16", "fp8"))
+    assert all(one[phase] == other[phase] for phase in ("gather", "prefill", "decode"))
+    assert other["update actor"] < 0.9 * one["update actor"] and 0.8 * one["score"] < other["score"] <= one["score"]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from rlhf.plan import memory
-from rlhf.plan.layout import HALF_MOMENTS, MIXED, Layout, Stack
+from rlhf.plan.layout import HALF_MOMENTS, MIXED, Layout, Stack, recomputed_layers
 from rlhf.plan.shapes import MODELS, gpt
 
 # Rajbhandari et al. 2020, arXiv:1910.02054, table 1: GB a device by ranks, for stages 1, 2 and 3.
@@ -68,11 +68,29 @@ def test_full_recomputation_keeps_the_input() -> None:
     assert working == 200 * (8 * 64 + 2 * (4 * 64 + 8 * 64))
 
 
+def test_a_budget_pays_for_whole_layers() -> None:
+    """0.6 of four layers are two, whose backward pass comes first: then no layer at work is recomputed at the peak."""
+    layout = Layout(gpus=1, length=100, micro_batch=2, recompute="full", recompute_budget=0.6)
+    (none, half), (full, _) = (memory.activations(gpt(4, 64, 4), replace(layout, recompute=how, recompute_budget=0))
+                               for how in ("none", "full"))  # fmt: skip
+    kept, working = memory.activations(gpt(4, 64, 4), layout)
+    assert kept == pytest.approx((none + full) / 2) and working == half
+    counts = [len(recomputed_layers(10, budget=budget)) for budget in (0, 0.1, 0.3, 0.35, 0.7, 0.99)]
+    assert counts == [10, 9, 7, 7, 3, 1]
+    assert len(recomputed_layers(100, budget=0.29)) == 71, "0.29 x 100 is a little less than 29 in binary"
+
+
 def test_every_second_layer_recomputed_keeps_the_mean() -> None:
     layout = Layout(gpus=1, length=100, micro_batch=2, recompute="full", recompute_every=2)
     none, full = (memory.activations(gpt(4, 64, 4), replace(layout, recompute=how, recompute_every=1))[0]
                   for how in ("none", "full"))  # fmt: skip
     assert memory.activations(gpt(4, 64, 4), layout)[0] == pytest.approx((none + full) / 2)
+    assert [list(recomputed_layers(5, every=every)) for every in (1, 2, 4, 5)] == [
+        [0, 1, 2, 3, 4],
+        [0, 2, 4],
+        [0, 4],
+        [0],
+    ]
 
 
 def test_micro_batches_in_flight() -> None:

@@ -39,8 +39,9 @@ def test_recomputation_is_a_second_forward(make_device: Any) -> None:
     full = step(SHAPE, replace(LAYOUT, recompute="full"), device, STACK)
     assert full.recomputing == pytest.approx(8 * one.forward)
     assert step(SHAPE, LAYOUT, device, STACK).recomputing == 0
-    half = step(SHAPE, replace(LAYOUT, recompute="full", recompute_every=2), device, STACK)
-    assert half.recomputing == pytest.approx(4 * one.forward)
+    for some in ({"recompute_budget": 0.5}, {"recompute_every": 2}):
+        half = step(SHAPE, replace(LAYOUT, recompute="full", **some), device, STACK)
+        assert half.recomputing == pytest.approx(4 * one.forward)
 
 
 def test_accumulation_repeats_the_micro_batch_and_not_the_update(make_device: Any) -> None:

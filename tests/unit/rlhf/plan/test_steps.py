@@ -134,7 +134,7 @@ def test_half_of_the_layers_recomputed_are_half_of_its_flops() -> None:
     plans = [
         plan_step(replace(made, sft=replace(made.sft, layout=replace(made.sft.layout, **changes))), 1)
         for made in [from_models("opt-13b", "opt-350m", DEVICES["a100-80"], 8, Choices())]
-        for changes in ({"recompute": "full"}, {"recompute": "full", "recompute_every": 2})
+        for changes in ({"recompute": "full"}, {"recompute": "full", "recompute_budget": 0.5})
     ]
     whole, half = (plan.hardware_flops - plan.model_flops for plan in plans)
     assert whole > 0 and half == pytest.approx(whole / 2)

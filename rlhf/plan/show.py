@@ -30,6 +30,7 @@ def said_layout(layout: Layout) -> str:
     words += [f"DP {layout.data}", f"micro-batch {layout.micro_batch} x {layout.accumulation}"]
     every = f" in all but {layout.recompute_budget:.0%} of the layers" * (layout.recompute_budget > 0)
     words += [f"recompute {layout.recompute}{every}"] * (layout.recompute != "none")
+    words += ["activations in host memory"] * layout.offload_activations
     words += [f"LoRA {layout.lora}"] * bool(layout.lora)
     words += ["offload"] * layout.offload_optimizer
     return ", ".join(words)

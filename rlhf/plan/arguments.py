@@ -59,6 +59,7 @@ def _add_work(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--pipeline", type=int, default=1, metavar="N", help="pipeline stages of the actor")
     group.add_argument("--virtual", type=int, default=1, metavar="N", help="pieces a stage: interleaved 1F1B")
     group.add_argument("--offload", action="store_true", help="optimiser, under ZeRO-3 weights too, in host memory")
+    group.add_argument("--offload-activations", action="store_true", help="what layers save, in host memory")
     group = parser.add_argument_group("how much")
     group.add_argument("--demonstrations", type=float, default=58_880, metavar="N", help="rows of step 1 (58880)")
     group.add_argument("--pairs", type=float, default=117_760, metavar="N", help="of step 2 (117760)")

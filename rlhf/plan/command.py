@@ -156,10 +156,12 @@ def _choices(arguments: argparse.Namespace) -> Choices:
             raise ValueError(f"--{name.replace('_', '-')} must be >= 1, got {getattr(arguments, name):g}.")
     if arguments.lora < 0:
         raise ValueError(f"--lora must be >= 0, got {arguments.lora}.")
+    if arguments.offload_activations and arguments.recompute == "selective":
+        raise ValueError("--offload-activations does not go with --recompute selective. Use full or none.")
     if not 0 <= arguments.recompute_budget < 1:
         raise ValueError(f"--recompute-budget must be in [0, 1), got {arguments.recompute_budget:g}.")
     return Choices(
-        recompute_budget=arguments.recompute_budget,
+        recompute_budget=arguments.recompute_budget, offload_activations=arguments.offload_activations,
         prompt=arguments.prompt, response=arguments.response, zero=arguments.zero, micro_batch=arguments.micro_batch,
         global_batch=arguments.global_batch, recompute=arguments.recompute, dtype=arguments.dtype, lora=arguments.lora,
         tensor=arguments.tensor, pipeline=arguments.pipeline, virtual=arguments.virtual, offload=arguments.offload,

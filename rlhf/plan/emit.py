@@ -176,6 +176,8 @@ def _fill_model(model: dict[str, Any], layout: Layout) -> None:
     model.update(
         recompute=layout.recompute, recompute_budget=layout.recompute_budget, recompute_every=layout.recompute_every
     )
+    if layout.offload_activations or "offload_activations" in model:
+        model["offload_activations"] = layout.offload_activations
     _fill_float8(model, layout)
     if layout.lora or "lora" in model:
         model["lora"] = {**model.get("lora", {}), "rank": layout.lora}
@@ -208,6 +210,8 @@ def _fill_ppo(doc: dict[str, Any], setting: Setting) -> None:
     doc["max_steps"] = max(1, round(ppo.prompts / (prompts * samples)))
     _fill_model(doc["actor"], ppo.actor)
     _fill_float8(doc.setdefault("critic", {}), ppo.critic)
+    if ppo.actor.dtype == "fp8":  # the decoder computes in another type
+        doc["rollout"]["old_logprobs"] = "rescore"
 
 
 def _ds_config(load: LoadJson, source: str, layout: Layout) -> dict[str, Any]:

@@ -106,16 +106,24 @@ def layer_activations(shape: Shape, layout: Layout, stack: Stack) -> float:
     return outside / serial + (inside + pairs) / tensor
 
 
+def kept_activations(shape: Shape, layout: Layout, stack: Stack = OURS) -> float:
+    """Bytes of a micro-batch that a layer keeps for the backward pass, mean over those that are recomputed or not."""
+    share = layout.recomputed_share(shape.layers)
+    whole = layer_activations(shape, replace(layout, recompute="none"), stack)
+    return (share * layer_activations(shape, layout, stack) + (1 - share) * whole) * layout.tokens
+
+
 def activations(shape: Shape, layout: Layout, stack: Stack = OURS) -> tuple[float, float]:
     """(bytes kept for the backward pass, bytes of the layer at work) of a rank of the first stage."""
     whole = layer_activations(shape, replace(layout, recompute="none"), stack) * layout.tokens
-    share = layout.recomputed_share(shape.layers)
-    per_layer = share * layer_activations(shape, layout, stack) * layout.tokens + (1 - share) * whole
+    per_layer = kept_activations(shape, layout, stack)
     layers = shape.layers / layout.pipeline
     in_flight = float(min(layout.accumulation, layout.pipeline))
     if layout.virtual > 1:  # Korthikanti et al., sec. 4.2.3
         in_flight *= 1 + (layout.pipeline - 1) / (layout.pipeline * layout.virtual)
-    kept = 0.0 if layout.offload_activations else per_layer * layers * in_flight
+    kept = per_layer * layers * in_flight
+    if layout.offload_activations:  # of a layer that leaves or comes back and of its neighbour, or of the last
+        kept = min(kept, 2 * per_layer)
     # A layer is recomputed before its backward pass, whose gradients are as large as its widest tensors. Where the last
     # layers are kept whole, theirs is over by then and has freed more than that.
     working = whole if layout.recompute != "none" and not layout.recompute_budget else whole / 2

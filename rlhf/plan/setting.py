@@ -93,6 +93,7 @@ class Choices:
     pipeline: int = 1
     virtual: int = 1
     offload: bool = False
+    offload_activations: bool = False
     demonstrations: float = 58_880
     pairs: float = 117_760
     prompts: float = 264_292
@@ -115,7 +116,7 @@ def from_models(actor: str, reward: str, device: Device, gpus: int, choices: Cho
         recompute_budget=choices.recompute_budget if recompute != "none" else 0.0,
         dtype=choices.dtype, lora=choices.lora, tensor=choices.tensor, pipeline=choices.pipeline,
         virtual=choices.virtual, sequence_parallel=choices.tensor > 1, offload_optimizer=choices.offload,
-        offload_weights=choices.offload and zero == 3,
+        offload_weights=choices.offload and zero == 3, offload_activations=choices.offload_activations,
     )  # fmt: skip
     main = with_batch(main, choices.global_batch)
     small = Layout(gpus=gpus, length=length, micro_batch=choices.micro_batch, dtype=choices.dtype)
@@ -188,6 +189,7 @@ def from_recipe(
             optimizer=optim.get("name", "adamw"),
             lora=int(model.get("lora", {}).get("rank", 0)), context=sharers(config),
             offload_optimizer="offload_optimizer" in zero, offload_weights="offload_param" in zero,
+            offload_activations=bool(model.get("offload_activations")),
         )  # fmt: skip
         return with_batch(made, batch)
 

@@ -31,6 +31,7 @@ def said_layout(layout: Layout) -> str:
     every = f" in 1 of {layout.recompute_every} layers" * (layout.recompute_every > 1)
     every += f" in all but {layout.recompute_budget:.0%} of the layers" * (layout.recompute_budget > 0)
     words += [f"recompute {layout.recompute}{every}"] * (layout.recompute != "none")
+    words += ["activations in host memory"] * layout.offload_activations
     words += [f"LoRA {layout.lora}"] * bool(layout.lora)
     words += ["offload"] * layout.offload_optimizer
     return ", ".join(words)

@@ -15,6 +15,9 @@ STEP_HOST = 4e-3
 OUTSIDE = 0.5
 """Layers that embeddings, last norm and head are worth to ZeRO-3's hooks: about five modules of a layer's ten."""
 
+HOST_LINK = 20e9
+"""Bytes a second between device and host memory, either way: PCIe 4 x16 under load."""
+
 EXPOSED = 0.1
 """Of an overlapped reduction, the last bucket's share."""
 
@@ -36,6 +39,8 @@ class StepTime:
     """Stages that wait for the pipeline to fill and drain, and the sends between them."""
     reduce: float = 0.0
     """The reduction of gradients and the gathering of weights behind the last micro-batch."""
+    offload: float = 0.0
+    """Copies of activations to host memory and back that computing does not hide."""
     optimizer: float = 0.0
 
     @property
@@ -80,6 +85,7 @@ def step(shape: Shape, layout: Layout, device: Device, stack: Stack = OURS, *, w
     return StepTime(
         computing=n * useful, recomputing=n * again, host=n * idle + step_host,
         tensor=n * tensor, gather=n * gather, bubble=bubble, reduce=reduce,
+        offload=n * _offloaded(shape, layout, stack, one, again),
         optimizer=layers.optimizer(trained, layout, device, stack),
     )  # fmt: skip
 
@@ -122,6 +128,16 @@ def _again(shape: Shape, one: layers.LayerTime, layout: Layout, stack: Stack) ->
         again = 0.5 * one.products + one.pointwise if stack.on_chip else one.attention
         return share * again
     return 0.0
+
+
+def _offloaded(shape: Shape, layout: Layout, stack: Stack, one: layers.LayerTime, again: float) -> float:
+    """What copies of a micro-batch's activations, all layers' but the last, add: out under the forward pass, back under
+    the backward pass."""
+    if not layout.offload_activations:
+        return 0.0
+    count = shape.layers / layout.pipeline
+    size = memory.kept_activations(shape, layout, stack) * (count - 1) / HOST_LINK
+    return max(0.0, size - count * one.forward) + max(0.0, size - count * one.backward - again)
 
 
 def _tensor(shape: Shape, layout: Layout, device: Device, stack: Stack) -> float:
@@ -170,7 +186,7 @@ def _zero3(shape: Shape, layout: Layout, device: Device, stack: Stack, busy: flo
     reduced = trained * min(stack.states.gradients, width)
     reduce = all_gather(members, reduced, messages=max(1.0, reduced / width / stack.bucket_elements))
     if layout.offload_weights:
-        gathers += stack.gathers * size / layout.shards / 20e9
+        gathers += stack.gathers * size / layout.shards / HOST_LINK
     return _overlapped(busy, gathers + reduce, stack.overlap)
 
 

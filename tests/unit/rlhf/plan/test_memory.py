@@ -93,6 +93,13 @@ def test_every_second_layer_recomputed_keeps_the_mean() -> None:
     ]
 
 
+def test_activations_in_host_memory_leave_two_layers() -> None:
+    layout = Layout(gpus=1, length=100, micro_batch=2, recompute="full", offload_activations=True)
+    assert memory.activations(gpt(4, 64, 4), layout)[0] == 2 * 2 * 200 * 64
+    assert memory.activations(gpt(1, 64, 4), layout)[0] == 2 * 200 * 64
+    assert memory.activations(gpt(4, 64, 4), replace(layout, offload_activations=False))[0] == 4 * 2 * 200 * 64
+
+
 def test_micro_batches_in_flight() -> None:
     """1F1B keeps as many as stages; interleaving adds (p - 1) / (p v); accumulation bounds both."""
     shape = gpt(16, 64, 4)

@@ -44,6 +44,21 @@ def test_recomputation_is_a_second_forward(make_device: Any) -> None:
         assert half.recomputing == pytest.approx(4 * one.forward)
 
 
+def test_copies_of_activations_show_where_computing_does_not_hide_them(make_device: Any) -> None:
+    """Inputs of seven of the eight layers, 4 rows x 512 tokens x 512 numbers of 2 bytes, out and back at 20 GB/s."""
+    device = make_device()
+    one = layer.layer(SHAPE, LAYOUT, device, STACK)
+    size = 7 * LAYOUT.tokens * SHAPE.hidden * 2 / 20e9
+    away = replace(LAYOUT, recompute="full", offload_activations=True)
+    hidden = max(0, size - 8 * one.forward) + max(0, size - 8 * one.backward - 8 * one.forward)
+    assert step(SHAPE, away, device, STACK).offload == pytest.approx(hidden)
+    # All that is kept is far more than can be copied in the time.
+    slow = step(SHAPE, replace(away, recompute="none"), device, STACK).offload
+    kept = 7 * memory.layer_activations(SHAPE, LAYOUT, STACK) * LAYOUT.tokens / 20e9
+    assert slow == pytest.approx(2 * kept - 8 * one.forward - 8 * one.backward) and slow > 0
+    assert step(SHAPE, LAYOUT, device, STACK).offload == 0
+
+
 def test_accumulation_repeats_the_micro_batch_and_not_the_update(make_device: Any) -> None:
     device = make_device()
     one, four = (step(SHAPE, replace(LAYOUT, accumulation=n), device, STACK) for n in (1, 4))

@@ -19,7 +19,7 @@ from launch.placement import Placement, accelerator_visible, count_devices, port
 from launch.recipe import FOLDERS, Recipe, Stage
 from rlhf import artifacts, ds_config
 from rlhf.config import DataConfig, ModelConfig, OptimConfig, RunConfig
-from rlhf.rollout.split import check_heads, check_split
+from rlhf.models.split import check_heads, check_rollout_split
 from rlhf.rules import RULES
 from step1_sft.config import SFTConfig
 from step3_ppo.config import PPOConfig
@@ -276,7 +276,7 @@ def _rollout_problems(stage: Stage, stages: Sequence[Stage], world_size: int) ->
             trained_in=ds_config.dtype_name(raw), zero_stage=ds_config.zero_stage(raw), world_size=world_size
         )
         if num_ranks > 1 and shape:
-            check_split(shape, num_ranks)
+            check_rollout_split(shape, num_ranks)
     except ValueError as error:
         yield Problem(str(error))
 

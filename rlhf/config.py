@@ -213,10 +213,19 @@ class ParallelConfig:
 
     sp: int = 1
     """Ranks that share each row's tokens; 1: each rank has rows of its own."""
+    tp: int = 1
+    """Ranks that share the weights of the trained models, and so their rows; 1: each rank, or ZeRO, has all."""
 
     def __post_init__(self) -> None:
-        if self.sp < 1:
-            raise ValueError(f"parallel.sp must be >= 1, got {self.sp}. Use 1 for rows that no other rank shares.")
+        for name in ("sp", "tp"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"parallel.{name} must be >= 1, got {getattr(self, name)}. Use 1 for ranks that share nothing."
+                )
+        if self.sp > 1 and self.tp > 1:
+            raise ValueError(
+                f"parallel.sp={self.sp} and parallel.tp={self.tp}: the two have not been put together. Set one to 1."
+            )
 
     def check_model(self, model: ModelConfig, data: DataConfig) -> None:
         """Check that the model is set up for rows that ranks share.
@@ -224,6 +233,7 @@ class ParallelConfig:
         Raises:
             ValueError: rows are not packed, or attention is not ours.
         """
+        self.check_shares(model, name="model")
         if self.sp == 1:
             return
         said = f"parallel.sp={self.sp} shares packed rows between ranks"
@@ -236,17 +246,41 @@ class ParallelConfig:
         if model.compile:
             raise ValueError(f"{said}, which has not been tried with model.compile=true. Set one of the two off.")
 
+    def check_shares(self, model: ModelConfig, *, name: str) -> None:
+        """Check that a model's weights can be shared as it is set up.
+
+        Args:
+            model: that is trained.
+            name: of its section.
+
+        Raises:
+            ValueError: a setting of it has not been tried with shares.
+        """
+        if self.tp == 1:
+            return
+        said = f"parallel.tp={self.tp}, but {name}"
+        if model.lora.rank:
+            raise ValueError(f"{said}.lora.rank={model.lora.rank}: adapters are not shared. Set one of the two off.")
+        if model.compile:
+            raise ValueError(f"{said}.compile=true, which has not been tried with it. Set one of the two off.")
+        if model.attention != "sdpa":
+            raise ValueError(
+                f"{said}.attention={model.attention}: each rank's heads are attended to by sdpa. Use sdpa."
+            )
+
     def check_ranks(self, num_ranks: int) -> None:
         """Check that so many ranks divide into groups.
 
         Raises:
             ValueError: they do not.
         """
-        if num_ranks % self.sp:
-            raise ValueError(
-                f"parallel.sp={self.sp} does not divide the number of ranks, {num_ranks}. Use a divisor of it, or "
-                f"start a multiple of {self.sp} ranks."
-            )
+        for name in ("sp", "tp"):
+            size = getattr(self, name)
+            if num_ranks % size:
+                raise ValueError(
+                    f"parallel.{name}={size} does not divide the number of ranks, {num_ranks}. Use a divisor of it, or "
+                    f"start a multiple of {size} ranks."
+                )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from rlhf.data.collate import TokenBatch, collate_sft
 from rlhf.data.dataset import SFTRow, build_dataset, report_lines
 from rlhf.data.loader import Loader, evenly_spaced
 from rlhf.data.prefetch import Prefetch
-from rlhf.distributed import Group, all_sum, device, device_type, shutdown
+from rlhf.distributed import all_sum, device, device_type, shutdown
 from rlhf.engine import TrainEngine, setup, zero3_init
 from rlhf.models import liger
 from rlhf.models.build import build_causal_lm, check_length_fits
@@ -26,15 +26,16 @@ from rlhf.models.policy import Policy
 from rlhf.models.token_stats import TokenStats, token_stats
 from rlhf.rollout.answers import Voice, answer_rows
 from rlhf.run import Run
+from rlhf.sharing import Sharing, share_rows
 from rlhf.stage import (
     Language,
     choose_batching,
     choose_scoring,
     export_model,
     flop_shape,
-    join_group,
     load_language,
 )
+from rlhf.tensor_checks import check_tensor
 from rlhf.watchdog import watched
 from step1_sft.config import SFTConfig
 from step1_sft.evaluate import evaluate_loss, summarise_answers, to_samples
@@ -47,7 +48,8 @@ def train(cfg: SFTConfig) -> None:
     """Fine-tune a causal LM on demonstrations and leave a model folder."""
     ds = ds_config.load(cfg.deepspeed)
     language = load_language(cfg.data, cfg.tokenizer, cfg.model, stage="sft")
-    group = join_group(cfg.parallel, cfg.model, language)
+    sharing = share_rows(cfg.parallel, {"model": cfg.model}, language.tokenizer)
+    check_tensor(cfg.parallel.tp, ds, cfg.optim, said="deepspeed")
     dataset = build_dataset(
         cfg.data, stage="sft", part="train", template=language.template, tokenizer=language.tokenizer
     )
@@ -62,8 +64,8 @@ def train(cfg: SFTConfig) -> None:
         dataset,
         global_batch_size=cfg.global_batch_size,
         batching=batching,
-        rank=group.number,
-        world_size=group.count,
+        rank=sharing.rows.number,
+        world_size=sharing.rows.count,
         seed=cfg.run.seed,
         epochs=cfg.epochs,
         max_steps=cfg.max_steps,
@@ -77,7 +79,7 @@ def train(cfg: SFTConfig) -> None:
                 device=device(),
                 packed=batching.packed,
                 loss_on=cfg.loss_on,
-                group=group,
+                group=sharing.sequence,
             )
             for rows in micro_batches
         ]
@@ -85,13 +87,15 @@ def train(cfg: SFTConfig) -> None:
     loader = Prefetch(order, collate)
     run = Run.start(cfg, stage="step1_sft", ds_configs={"": ds}, num_steps=len(loader))
     run.write_data_report(dataset.report, report_lines(dataset.report))
-    with zero3_init(ds):
+    with zero3_init(ds, shares=cfg.parallel.tp > 1):
         model = build_causal_lm(cfg.model, language.tokenizer, seed=cfg.run.seed)
     check_length_fits(model.config, cfg.data.max_prompt_tokens + cfg.data.max_response_tokens)
+    sharing.share(model)
     wrapped = Policy(model, closed_form=choose_loss(cfg.fused_loss, zero_stage=ds_config.zero_stage(ds)))
-    policy = TrainEngine(wrapped, ds=ds, optim=cfg.optim, role="policy", num_steps=len(loader))
-    evaluate = make_evaluation(cfg, policy, language, batching, group, run)
-    run.watch([policy], shape=flop_shape(wrapped), lora=cfg.model.lora.rank)
+    policy = TrainEngine(wrapped, ds=ds, optim=cfg.optim, role="policy", num_steps=len(loader),
+                         tensor=sharing.tensor)  # fmt: skip
+    evaluate = make_evaluation(cfg, policy, language, batching, sharing, run)
+    run.watch([policy], shape=flop_shape(wrapped), lora=cfg.model.lora.rank, counts=sharing.tensor.rank == 0)
     checkpoints = Checkpoints(run, {"policy": policy}, {"loader": loader}, language=language)
     checkpoints.resume()
     before = run.once("before", lambda: evaluate(0, answers=False))
@@ -135,7 +139,7 @@ class Evaluation(Protocol):
 
 
 def make_evaluation(
-    cfg: SFTConfig, policy: TrainEngine, language: Language, batching: Batching, group: Group, run: Run
+    cfg: SFTConfig, policy: TrainEngine, language: Language, batching: Batching, sharing: Sharing, run: Run
 ) -> Evaluation:
     """Read the held-out rows once and return the function that evaluates on them."""
     held_out = build_dataset(
@@ -167,7 +171,7 @@ def make_evaluation(
                 policy,
                 held_out,
                 batching=scoring,
-                group=group,
+                sharing=sharing,
                 max_rows=cfg.eval.max_rows,
                 pad_id=language.pad_id,
             )

@@ -23,13 +23,13 @@ from rlhf.distributed import all_gather_objects, all_max, device, device_type, r
 from rlhf.engine import setup
 from rlhf.memory import measure_growth
 from rlhf.models.build import read_config
+from rlhf.models.split import check_rollout_split
 from rlhf.plan import flops
 from rlhf.resumable import Stateful
 from rlhf.rollout.answers import Voice
 from rlhf.rollout.graphs import check_graphs
 from rlhf.rollout.plan import Demand, MemoryPlan
 from rlhf.rollout.selfcheck import check_greedy
-from rlhf.rollout.split import check_split
 from rlhf.rollout.vllm import VLLMEngine
 from rlhf.rollout.weights import Lending, choose_lending, lend_weights
 from rlhf.rules import rule_named
@@ -210,7 +210,7 @@ def check_rollout(cfg: PPOConfig, language: Language, actor_ds: Mapping[str, Any
     cfg.check_rollout(trained_in=trained_in, zero_stage=ds_config.zero_stage(actor_ds), world_size=world_size())
     config = read_config(model_configs(cfg)["actor"], language.tokenizer)
     if cfg.rollout.tensor_parallel is not None and cfg.rollout.tensor_parallel > 1:
-        check_split(config.to_dict(), cfg.rollout.tensor_parallel)
+        check_rollout_split(config.to_dict(), cfg.rollout.tensor_parallel)
     if cfg.rollout.graphs:
         check_graphs(config, device_type())
 

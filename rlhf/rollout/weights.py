@@ -14,9 +14,9 @@ from rlhf.distributed import Group, all_max, device, group_of, world_size
 from rlhf.engine import FrozenEngine, TrainEngine
 from rlhf.memory import free_bytes
 from rlhf.models.backbone import base_of
+from rlhf.models.split import check_rollout_split
 from rlhf.rollout.copy import GenerationCopy
 from rlhf.rollout.plan import Demand, MemoryPlan, megabytes, plan_copy, plan_in_place, plan_layerwise
-from rlhf.rollout.split import check_split
 
 logger = logging.getLogger(__name__)
 
@@ -71,11 +71,12 @@ def lend_weights(engine: Engine, lending: Lending) -> Iterator[Lent]:
             yield Lent(model=cast(nn.Module, policy.model), all_ranks_running=any_rank_running)
     elif _lends_itself(engine, lending):
         with engine.generation_module() as policy:
-            yield Lent(model=cast(nn.Module, policy.model))
+            yield Lent(model=cast(nn.Module, policy.model), group=trained_by(engine))
     else:
-        copy = GenerationCopy(_model(engine), dtype=lending.dtype, group=lending.group)
+        group = trained_by(engine) or lending.group
+        copy = GenerationCopy(_model(engine), dtype=lending.dtype, group=group)
         try:
-            yield Lent(model=copy.fill(engine), group=lending.group)
+            yield Lent(model=copy.fill(engine), group=group)
         finally:
             copy.clear()
             engine.release_cache()
@@ -83,6 +84,11 @@ def lend_weights(engine: Engine, lending: Lending) -> Iterator[Lent]:
 
 def _model(engine: Engine) -> nn.Module:
     return cast(nn.Module, engine.module.model)
+
+
+def trained_by(engine: Engine) -> Group | None:
+    """The ranks that have a share of the weights each in training, and so in a rollout; None: each has all."""
+    return engine.tensor if isinstance(engine, TrainEngine) and engine.tensor.size > 1 else None
 
 
 def _trained_in(engine: Engine) -> torch.dtype:
@@ -156,14 +162,14 @@ def _group_sizes(engine: Engine, weights: str, tensor_parallel: int | None) -> l
         return []
     if tensor_parallel is not None or weights == "gathered":
         if tensor_parallel is not None and tensor_parallel > 1:
-            check_split(shape, tensor_parallel)
+            check_rollout_split(shape, tensor_parallel)
         return [tensor_parallel or 1]
     return [1, *(n for n in range(2, world_size() + 1) if world_size() % n == 0 and _can_split(shape, n))]
 
 
 def _can_split(shape: dict[str, Any], num_ranks: int) -> bool:
     try:
-        check_split(shape, num_ranks)
+        check_rollout_split(shape, num_ranks)
     except ValueError:
         return False
     return True

@@ -1,0 +1,36 @@
+"""What a DeepSpeed JSON and an optimiser may hold where ranks share the weights of a trained model. No torch."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rlhf.config import OptimConfig
+
+_ACROSS_NEIGHBOURS = ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients")
+
+
+def check_tensor(size: int, ds: Mapping[str, Any], optim: OptimConfig, *, said: str) -> None:
+    """Check that a model can be trained in shares of so many ranks.
+
+    Args:
+        size: parallel.tp.
+        ds: content of the model's DeepSpeed JSON.
+        optim: of the model.
+        said: key of the JSON.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    if size == 1:
+        return
+    tp = f"parallel.tp={size}"
+    if optim.name != "adamw":
+        raise ValueError(
+            f"{tp}, but optim.name={optim.name}: it would take each rank's share of a weight for the whole. Use adamw."
+        )
+    zero = ds.get("zero_optimization", {})
+    for key in _ACROSS_NEIGHBOURS:
+        if zero.get(key) not in (None, False, 1):
+            raise ValueError(
+                f"{tp}, but {key}={zero[key]} in {said}: ZeRO++ shares weights between neighbouring ranks, which are "
+                "those that have different shares. Leave it out, or set parallel.tp=1."
+            )

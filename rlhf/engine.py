@@ -129,6 +129,16 @@ def _own_hpz_group() -> Iterator[None]:
 
 
 @contextmanager
+def _asking(mpu: ModelParallelUnit | None) -> Iterator[None]:
+    """DeepSpeed keeps the last engine's `mpu` in a global, by which it finds the ranks to average over for all."""
+    outer, ds_groups.mpu = ds_groups.mpu, mpu
+    try:
+        yield
+    finally:
+        ds_groups.mpu = outer
+
+
+@contextmanager
 def zero3_init(ds: Mapping[str, Any], *, shares: bool = False) -> Iterator[None]:
     """Build or load one model: under stage 3 its weights are sharded as they are made, else nothing special happens.
 
@@ -179,7 +189,7 @@ class TrainEngine:
             optim: optimiser and schedule.
             role: name in errors: policy, reward, actor, critic.
             num_steps: length of the learning-rate schedule in optimiser steps.
-            tensor: ranks that have a share of each weight; None: each has all. All engines of a process have the same.
+            tensor: ranks that have a share of each weight; None: each has all.
         """
         self.role = role
         self.optim = optim
@@ -195,7 +205,8 @@ class TrainEngine:
         self.ds = ds_config.resolve(
             ds, optim=optim, world_size=self.tensor.count, trainable=True, lora=not self._trains_all
         )
-        self._engine = _initialize(model, self.ds, optim=optim, tensor=self.tensor)
+        self._mpu = ModelParallelUnit.of(self.tensor.size) if self.tensor.size > 1 else None
+        self._engine = _initialize(model, self.ds, optim=optim, mpu=self._mpu)
         if self.zero_stage == 0 and self.tensor.count == 1:
             # DeepSpeed would copy all gradients into a bucket and back, to reduce them over one rank.
             self._engine.enable_backward_allreduce = False
@@ -270,7 +281,8 @@ class TrainEngine:
         if self.zero_stage == 0:
             # DeepSpeed 0.19.8 forgets the loss scale in backward here, but not in step, which divides by it.
             scale *= self._loss_scale()
-        self._engine.backward(loss_sum * scale)
+        with _asking(self._mpu):
+            self._engine.backward(loss_sum * scale)
         self._at_boundary = last
 
     @torch.no_grad()
@@ -293,7 +305,8 @@ class TrainEngine:
             coefficient = self.optim.clip_norm / (norm + CLIP_EPS)
             if coefficient < 1:
                 torch._foreach_mul_([gradient for _, gradient in gradients], coefficient)
-        self._engine.step()
+        with _asking(self._mpu):
+            self._engine.step()
         skipped = not self._engine.was_step_applied()
         self.step_count += not skipped
         return StepStats(loss=loss, grad_norm=norm, lr=lr, skipped=skipped)
@@ -307,7 +320,8 @@ class TrainEngine:
         """
         for _, gradient in _averaged_gradients(self._engine, self.zero_stage):
             gradient.zero_()
-        self._engine.step()
+        with _asking(self._mpu):
+            self._engine.step()
 
     def _lr_multiplier(self) -> float:
         return lr_multiplier(
@@ -411,13 +425,14 @@ class TrainEngine:
         # A copy of DeepSpeed's script for reading its files, which fails on one rank alone where the disk is full.
         engine._copy_recovery_script = lambda path: None
         try:
-            engine.save_checkpoint(
-                str(folder),
-                tag=tag,
-                client_state={"step_count": self.step_count},
-                save_latest=False,
-                exclude_frozen_parameters=not self._trains_all,
-            )
+            with _asking(self._mpu):
+                engine.save_checkpoint(
+                    str(folder),
+                    tag=tag,
+                    client_state={"step_count": self.step_count},
+                    save_latest=False,
+                    exclude_frozen_parameters=not self._trains_all,
+                )
         finally:
             engine.checkpoint_engine = former
 
@@ -427,9 +442,10 @@ class TrainEngine:
         Raises:
             FileNotFoundError: there is no such state.
         """
-        path, client = self._engine.load_checkpoint(
-            str(folder), tag=tag, load_module_strict=self._trains_all, load_lr_scheduler_states=False
-        )
+        with _asking(self._mpu):
+            path, client = self._engine.load_checkpoint(
+                str(folder), tag=tag, load_module_strict=self._trains_all, load_lr_scheduler_states=False
+            )
         if path is None:
             raise FileNotFoundError(f"{self.role}: no state in {Path(folder) / tag}.")
         self.step_count = int(client["step_count"])
@@ -547,7 +563,7 @@ class FrozenEngine:
 
 
 def _initialize(
-    model: nn.Module, ds: dict[str, Any], *, optim: OptimConfig | None = None, tensor: Group | None = None
+    model: nn.Module, ds: dict[str, Any], *, optim: OptimConfig | None = None, mpu: ModelParallelUnit | None = None
 ) -> Any:
     # DeepSpeed's own hybrid engine fails on CPUs and does nothing useful on GPUs; the section is honoured here instead.
     config = {key: value for key, value in ds.items() if key != "hybrid_engine"}
@@ -557,13 +573,11 @@ def _initialize(
         for block in compiled_blocks(model):
             # Hooks inside would cut the graph at every weight. Without them the block's are gathered together.
             deepspeed.utils.set_z3_leaf_module(block, True)  # noqa: FBT003  DeepSpeed's signature
-    # DeepSpeed keeps the last one in a global, by which it finds the ranks to average over.
-    mpu = ModelParallelUnit.of(tensor.size) if tensor is not None and tensor.size > 1 else None
     groups = None if optim is None else parameter_groups(model, optim)
     made = make_optimizer(groups, optim) if groups and optim and optim.name in ds_config.OBJECTS else None
     if made is not None and type(made) not in zero_utils.ZERO_SUPPORTED_OPTIMIZERS:
         zero_utils.ZERO_SUPPORTED_OPTIMIZERS.append(type(made))  # else a warning for each engine
-    with _own_hpz_group():
+    with _own_hpz_group(), _asking(mpu):
         engine, *_ = deepspeed.initialize(
             model=model, model_parameters=groups, optimizer=made, config=config, mpu=mpu, dist_init_required=False
         )

@@ -246,6 +246,15 @@ class ParallelConfig:
         if model.compile:
             raise ValueError(f"{said}, which has not been tried with model.compile=true. Set one of the two off.")
 
+    def check_whole_rows(self) -> None:
+        """Check that no row's tokens are divided, for a stage that cannot do it.
+
+        Raises:
+            ValueError: they are.
+        """
+        if self.sp > 1:
+            raise ValueError(f"parallel.sp={self.sp}: only step 1 divides the tokens of rows. Set it to 1.")
+
     def check_shares(self, model: ModelConfig, *, name: str) -> None:
         """Check that a model's weights can be shared as it is set up.
 

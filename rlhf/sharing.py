@@ -1,16 +1,22 @@
 """Which ranks work on the same rows: those that share each row's tokens, or those that share the model's weights."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from rlhf.config import ModelConfig, ParallelConfig
+from rlhf.config import ModelConfig, OptimConfig, ParallelConfig
 from rlhf.distributed import Group, group_of, world_size
 from rlhf.models.attention import FAMILIES, takes_layout
 from rlhf.models.build import read_config
 from rlhf.models.split import check_heads, check_training_split
 from rlhf.models.tensor_parallel import share_model
+from rlhf.tensor_checks import check_tensor
+
+T = TypeVar("T")
+Model = TypeVar("Model", bound=nn.Module)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,12 +33,27 @@ class Sharing:
         """The ranks that are given the same rows."""
         return self.tensor if self.tensor.size > 1 else self.sequence
 
-    def share(self, model: nn.Module) -> None:
-        """Leave this rank its share of the weights of a model that is whole on all ranks."""
+    def one_of_each(self, parts: Sequence[T]) -> Sequence[T]:
+        """Of what all ranks have said of their rows, in rank order, what the first rank of each group has."""
+        return parts[:: self.rows.size]
+
+    def share(self, model: Model) -> Model:
+        """Leave this rank its share of the weights of a model that is whole on all ranks; gives it back."""
         share_model(model, self.tensor)
+        return model
 
 
-def share_rows(parallel: ParallelConfig, models: dict[str, ModelConfig], tokenizer: PreTrainedTokenizerBase) -> Sharing:
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """A model that a stage trains, as it is set up."""
+
+    model: ModelConfig
+    ds: Mapping[str, Any]
+    """Content of its DeepSpeed JSON."""
+    optim: OptimConfig
+
+
+def share_rows(parallel: ParallelConfig, models: Mapping[str, Trained], tokenizer: PreTrainedTokenizerBase) -> Sharing:
     """The groups that `parallel` asks for. Collective.
 
     Args:
@@ -41,13 +62,13 @@ def share_rows(parallel: ParallelConfig, models: dict[str, ModelConfig], tokeniz
         tokenizer: of the models.
 
     Raises:
-        ValueError: the ranks or a model's heads do not divide, or its family cannot be shared so.
+        ValueError: the ranks or a model's heads do not divide, or it cannot be shared so.
     """
     parallel.check_ranks(world_size())
-    for name, model in models.items():
+    for name, trained in models.items():
         if parallel.sp == parallel.tp == 1:
             break
-        config = read_config(model, tokenizer)
+        config = read_config(trained.model, tokenizer)
         shape = config.get_text_config().to_dict()
         if parallel.sp > 1:
             said = f"parallel.sp={parallel.sp}"
@@ -59,4 +80,5 @@ def share_rows(parallel: ParallelConfig, models: dict[str, ModelConfig], tokeniz
                 )
             check_heads(shape, parallel.sp, said=said)
         check_training_split(shape, parallel.tp, name=name)
+        check_tensor(parallel.tp, trained.ds, trained.optim, name=name)
     return Sharing(sequence=group_of(parallel.sp), tensor=group_of(parallel.tp))

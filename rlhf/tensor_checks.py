@@ -8,14 +8,14 @@ from rlhf.config import OptimConfig
 _ACROSS_NEIGHBOURS = ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients")
 
 
-def check_tensor(size: int, ds: Mapping[str, Any], optim: OptimConfig, *, said: str) -> None:
+def check_tensor(size: int, ds: Mapping[str, Any], optim: OptimConfig, *, name: str) -> None:
     """Check that a model can be trained in shares of so many ranks.
 
     Args:
         size: parallel.tp.
         ds: content of the model's DeepSpeed JSON.
         optim: of the model.
-        said: key of the JSON.
+        name: of the model's section.
 
     Raises:
         ValueError: it cannot.
@@ -25,12 +25,13 @@ def check_tensor(size: int, ds: Mapping[str, Any], optim: OptimConfig, *, said: 
     tp = f"parallel.tp={size}"
     if optim.name != "adamw":
         raise ValueError(
-            f"{tp}, but optim.name={optim.name}: it would take each rank's share of a weight for the whole. Use adamw."
+            f"{tp}, but {name} is trained by {optim.name}, which would take a rank's share of a weight for the whole. "
+            "Set the optimiser's name to adamw."
         )
     zero = ds.get("zero_optimization", {})
     for key in _ACROSS_NEIGHBOURS:
         if zero.get(key) not in (None, False, 1):
             raise ValueError(
-                f"{tp}, but {key}={zero[key]} in {said}: ZeRO++ shares weights between neighbouring ranks, which are "
-                "those that have different shares. Leave it out, or set parallel.tp=1."
+                f"{tp}, but {key}={zero[key]} in the DeepSpeed JSON of {name}: ZeRO++ has neighbouring ranks hold the "
+                "same weights, and here they have different shares. Leave it out, or set parallel.tp=1."
             )

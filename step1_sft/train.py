@@ -26,7 +26,7 @@ from rlhf.models.policy import Policy
 from rlhf.models.token_stats import TokenStats, token_stats
 from rlhf.rollout.answers import Voice, answer_rows
 from rlhf.run import Run
-from rlhf.sharing import Sharing, share_rows
+from rlhf.sharing import Sharing, Trained, share_rows
 from rlhf.stage import (
     Language,
     choose_batching,
@@ -35,7 +35,6 @@ from rlhf.stage import (
     flop_shape,
     load_language,
 )
-from rlhf.tensor_checks import check_tensor
 from rlhf.watchdog import watched
 from step1_sft.config import SFTConfig
 from step1_sft.evaluate import evaluate_loss, summarise_answers, to_samples
@@ -48,8 +47,7 @@ def train(cfg: SFTConfig) -> None:
     """Fine-tune a causal LM on demonstrations and leave a model folder."""
     ds = ds_config.load(cfg.deepspeed)
     language = load_language(cfg.data, cfg.tokenizer, cfg.model, stage="sft")
-    sharing = share_rows(cfg.parallel, {"model": cfg.model}, language.tokenizer)
-    check_tensor(cfg.parallel.tp, ds, cfg.optim, said="deepspeed")
+    sharing = share_rows(cfg.parallel, {"model": Trained(model=cfg.model, ds=ds, optim=cfg.optim)}, language.tokenizer)
     dataset = build_dataset(
         cfg.data, stage="sft", part="train", template=language.template, tokenizer=language.tokenizer
     )
@@ -90,8 +88,7 @@ def train(cfg: SFTConfig) -> None:
     with zero3_init(ds, shares=cfg.parallel.tp > 1):
         model = build_causal_lm(cfg.model, language.tokenizer, seed=cfg.run.seed)
     check_length_fits(model.config, cfg.data.max_prompt_tokens + cfg.data.max_response_tokens)
-    sharing.share(model)
-    wrapped = Policy(model, closed_form=choose_loss(cfg.fused_loss, zero_stage=ds_config.zero_stage(ds)))
+    wrapped = Policy(sharing.share(model), closed_form=choose_loss(cfg.fused_loss, zero_stage=ds_config.zero_stage(ds)))
     policy = TrainEngine(wrapped, ds=ds, optim=cfg.optim, role="policy", num_steps=len(loader),
                          tensor=sharing.tensor)  # fmt: skip
     evaluate = make_evaluation(cfg, policy, language, batching, sharing, run)

@@ -134,13 +134,16 @@ def choose_lending(
         if tried[-1][2].peak <= USABLE_FRAC * free:
             break
     else:
-        if weights != "gathered" and tensor_parallel in (None, 1) and engine.is_sharded and dtype is None:
+        is_free = tensor_parallel in (None, 1) and trained_by(engine) is None
+        if weights != "gathered" and is_free and engine.is_sharded and dtype is None:
             tried.append((Lending(layerwise=True), 1, _plan_layerwise(engine, demand)))
     lending, num_ranks, plan = tried[-1]
     if plan.peak > USABLE_FRAC * free:
         raise ValueError(_does_not_fit(min(tried, key=lambda entry: entry[2].peak)[2], free))
     how = "gathered layer by layer in each forward" if lending.layerwise else "whole on each rank"
-    if num_ranks > 1:
+    if trained_by(engine) is not None:
+        how = f"in the shares of {num_ranks} ranks that they are trained in"
+    elif num_ranks > 1:
         lending, how = replace(lending, group=group_of(num_ranks)), f"shared by {num_ranks} ranks"
     logger.info(
         "rollout: weights %s%s; planned for each rank: %s (%s; %d rows of up to %d tokens), free: %s",
@@ -158,6 +161,8 @@ def choose_lending(
 def _group_sizes(engine: Engine, weights: str, tensor_parallel: int | None) -> list[int]:
     """Numbers of ranks that may share a copy, in the order of trial."""
     shape = cast(Any, base_of(_model(engine))).config.to_dict()
+    if (group := trained_by(engine)) is not None:
+        return [group.size]
     if weights == "layerwise":
         return []
     if tensor_parallel is not None or weights == "gathered":
@@ -177,8 +182,8 @@ def _can_split(shape: dict[str, Any], num_ranks: int) -> bool:
 
 def _plan(engine: Engine, demand: Demand, dtype: torch.dtype | None, num_ranks: int) -> MemoryPlan:
     model, device_type = _model(engine), device().type
-    if num_ranks == 1 and _lends_itself(engine, Lending(dtype=dtype)):
-        return plan_in_place(model, demand, device_type=device_type)
+    if (num_ranks == 1 or trained_by(engine)) and _lends_itself(engine, Lending(dtype=dtype)):
+        return plan_in_place(model, demand, num_ranks=num_ranks, device_type=device_type)
     copy = GenerationCopy(model, dtype=dtype, num_ranks=num_ranks)
     return plan_copy(copy, demand, num_ranks=num_ranks, device_type=device_type)
 

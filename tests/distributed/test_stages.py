@@ -52,6 +52,8 @@ ACTORS: dict[str, tuple[str, dict[str, Any]]] = {
     "gathered": ("cpu_zero3_hybrid", {}),
     "layerwise": ("cpu_zero3", {"rollout__weights": "layerwise"}),
     "shared": ("cpu_zero3", {"rollout__tensor_parallel": 2}),
+    "in halves": ("cpu_zero0", {"parallel__tp": 2}),
+    "halves in shards": ("cpu_zero3", {"parallel__tp": 2, "rollout__old_logprobs": "rescore"}),
 }
 
 
@@ -145,6 +147,7 @@ def supervised_job(folder: Path) -> str:
     sft(folder, "cpu_zero3", parallel__sp=2, run__out_dir=str(folder / f"sft_{ONE_GROUP}_2"))
     for name in HALVES:
         sft(folder, name.removesuffix("_tp2"), parallel__tp=2, run__out_dir=str(folder / f"sft_{name}_2"))
+        reward(folder, name.removesuffix("_tp2"), parallel__tp=2, run__out_dir=str(folder / f"rm_{name}_2"))
     return broken_on_rank_1(folder)
 
 
@@ -236,7 +239,7 @@ def test_step1_is_one_trajectory(runs: Runs, name: str) -> None:
     assert (one / "samples.jsonl").read_text() == (two / "samples.jsonl").read_text()
 
 
-@pytest.mark.parametrize("name", TWO_RANKS)
+@pytest.mark.parametrize("name", [*TWO_RANKS, *HALVES])
 def test_step2_is_one_trajectory(runs: Runs, name: str) -> None:
     """K ranked answers; the normalising answers are the same, and so its two constants."""
     runs.after(supervised_job)
@@ -261,7 +264,17 @@ def test_step3_is_one_trajectory(runs: Runs, way: str) -> None:
     assert_same_run(one, two, rel=1e-4, weight=2e-5)
     assert_same_weights(one / "critic", two / "critic", weight=2e-5)
     log = (two / "log.txt").read_text()
-    assert {"layerwise": "layer by layer", "shared": "shared by 2 ranks"}.get(way, "whole on each rank") in log
+    halves = "in the shares of 2 ranks that they are trained in"
+    ways = {
+        "layerwise": "layer by layer",
+        "shared": "shared by 2 ranks",
+        "in halves": halves,
+        "halves in shards": halves,
+    }
+    assert (
+        f"rollout: weights {ways.get(way, 'whole on each rank')}".replace("weights layer", "weights gathered layer")
+        in log
+    )
     assert (two / "critic/manifest.json").is_file()
 
 

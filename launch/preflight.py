@@ -19,9 +19,9 @@ from launch.placement import Placement, accelerator_visible, count_devices, port
 from launch.recipe import FOLDERS, Recipe, Stage
 from rlhf import artifacts, ds_config
 from rlhf.config import DataConfig, ModelConfig, OptimConfig, RunConfig
-from rlhf.models.split import check_heads, check_rollout_split
+from rlhf.models.split import check_heads, check_rollout_split, check_training_split
 from rlhf.rules import RULES
-from step1_sft.config import SFTConfig
+from rlhf.tensor_checks import check_tensor
 from step3_ppo.config import PPOConfig
 
 _BUILTIN_TASKS = ("politeness",)
@@ -282,14 +282,21 @@ def _rollout_problems(stage: Stage, stages: Sequence[Stage], world_size: int) ->
 
 
 def _parallel_problems(stage: Stage, stages: Sequence[Stage], world_size: int) -> Iterator[Problem]:
-    if not isinstance(stage.config, SFTConfig):
-        return
-    parallel = stage.config.parallel
+    parallel, ds_configs = stage.config.parallel, stage.ds_configs()
     try:
         parallel.check_ranks(world_size)
-        check_heads(_origin(stage, "model", stages), parallel.sp, said=f"parallel.sp={parallel.sp}")
+        for name, optim in _optims(stage).items():
+            from_reward = name == "critic" and not stage.models()[name].path
+            shape = _origin(stage, "reward" if from_reward else name, stages)
+            check_heads(shape, parallel.sp, said=f"parallel.sp={parallel.sp}")
+            if shape:
+                check_training_split(shape, parallel.tp, name=name)
+            check_tensor(parallel.tp, ds_config.load(ds_configs[name]), optim, name=name)
+    except OSError:
+        return  # see _ds_config_problems
     except ValueError as error:
-        yield Problem(str(error))
+        if parallel.sp > 1 or parallel.tp > 1:  # else it is the JSON's, and said there
+            yield Problem(str(error))
 
 
 def _split_problems(stages: Sequence[Stage]) -> Iterator[Problem]:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlhf.config import OptimConfig
+from rlhf.ds_config import dtype_name, zero_stage
 
 _ACROSS_NEIGHBOURS = ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients")
 
@@ -27,6 +28,11 @@ def check_tensor(size: int, ds: Mapping[str, Any], optim: OptimConfig, *, name: 
         raise ValueError(
             f"{tp}, but {name} is trained by {optim.name}, which would take a rank's share of a weight for the whole. "
             "Set the optimiser's name to adamw."
+        )
+    if zero_stage(ds) == 0 and dtype_name(ds) != "float32":
+        raise ValueError(
+            f"{tp}, but the DeepSpeed JSON of {name} says {dtype_name(ds)} at ZeRO stage 0, where DeepSpeed's clip "
+            "counts the first rank's shares alone. Set zero_optimization.stage to 1."
         )
     zero = ds.get("zero_optimization", {})
     for key in _ACROSS_NEIGHBOURS:

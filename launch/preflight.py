@@ -19,10 +19,9 @@ from launch.inputs import free_bytes, is_hub_name, model_folders, model_shape, s
 from launch.placement import Placement, accelerator_visible, count_devices, port_is_free
 from launch.recipe import FOLDERS, Recipe, Stage
 from rlhf import artifacts, combinations, ds_config
-from rlhf.config import DataConfig, ModelConfig, OptimConfig, ParallelConfig, RunConfig
-from rlhf.rollout.split import check_heads, check_split
+from rlhf.config import DataConfig, ModelConfig, OptimConfig, RunConfig
+from rlhf.models.split import check_heads, check_rollout_split, check_training_split
 from rlhf.rules import RULES
-from step1_sft.config import SFTConfig
 from step3_ppo.config import PPOConfig
 
 _BUILTIN_TASKS = ("politeness",)
@@ -153,8 +152,9 @@ def _ds_config_problems(stage: Stage, world_size: int, *, on_cpu: bool) -> Itera
                 source=name,
             )
             if role in optims:
-                parallel = getattr(stage.config, "parallel", ParallelConfig())
-                combinations.check(combinations.Role(ds=raw, model=models[role], optim=optims[role], parallel=parallel))
+                combinations.check(
+                    combinations.Role(ds=raw, model=models[role], optim=optims[role], parallel=stage.config.parallel)
+                )
         except (ValueError, OSError) as error:
             yield Problem(f"{key}: {error}")
             continue
@@ -292,18 +292,21 @@ def _rollout_problems(stage: Stage, stages: Sequence[Stage], world_size: int) ->
             trained_in=ds_config.dtype_name(raw), zero_stage=ds_config.zero_stage(raw), world_size=world_size
         )
         if num_ranks > 1 and shape:
-            check_split(shape, num_ranks)
+            check_rollout_split(shape, num_ranks)
     except ValueError as error:
         yield Problem(str(error))
 
 
 def _parallel_problems(stage: Stage, stages: Sequence[Stage], world_size: int) -> Iterator[Problem]:
-    if not isinstance(stage.config, SFTConfig):
-        return
     parallel = stage.config.parallel
     try:
         parallel.check_ranks(world_size)
-        check_heads(_origin(stage, "model", stages), parallel.sp, said=f"parallel.sp={parallel.sp}")
+        for name in _optims(stage):
+            from_reward = name == "critic" and not stage.models()[name].path
+            shape = _origin(stage, "reward" if from_reward else name, stages)
+            check_heads(shape, parallel.sp, said=f"parallel.sp={parallel.sp}")
+            if shape:
+                check_training_split(shape, parallel.tp, name=name)
     except ValueError as error:
         yield Problem(str(error))
 

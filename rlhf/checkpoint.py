@@ -287,7 +287,9 @@ class Checkpoints:
         state, record = newest_intact(self.folder)
         weights_only = config.resume_weights_only
         faults = [] if weights_only else states.differences(record["fits"], self._fits())
-        faults += _shape_faults(record["engines"], self.engines)
+        faults += _share_faults(record, self.engines, weights_only=weights_only) or _shape_faults(
+            record["engines"], self.engines
+        )
         faults += self._take_parts(record["parts"])
         if faults:
             lines = "".join(f"\n  - {fault}" for fault in faults)
@@ -397,6 +399,26 @@ def _scratch(path: Path) -> Iterator[Path]:
 def _frozen(value: dict[str, Any]) -> dict[str, Any]:
     """A copy as JSON gives it back: nothing in it changes while training goes on, and tuples are lists."""
     return json.loads(json.dumps(value))  # type: ignore[no-any-return]
+
+
+def _share_faults(record: Mapping[str, Any], engines: Mapping[str, TrainEngine], *, weights_only: bool) -> list[str]:
+    """Engines whose files hold shares of weights, which are not converted, that this run has otherwise."""
+    faults = []
+    for name, engine in engines.items():
+        layout = record["engines"].get(name, {})
+        saved, own = layout.get("tensor_parallel", 1), engine.tensor.size
+        if saved == own == 1 or not layout:
+            continue
+        was = (saved, int(record["world_size"]), layout["zero_stage"])
+        now = (own, distributed.world_size(), engine.zero_stage)
+        if was != now:
+            faults.append(
+                f"{name} was saved with parallel.tp={was[0]} on {was[1]} ranks with ZeRO-{was[2]}, this run has "
+                f"parallel.tp={now[0]} on {now[1]} with ZeRO-{now[2]}: shares of weights are not converted"
+            )
+        elif weights_only:
+            faults.append(f"{name} was saved with parallel.tp={saved}, whose shares cannot be taken without moments")
+    return faults
 
 
 def _shape_faults(saved: Mapping[str, Any], engines: Mapping[str, TrainEngine]) -> list[str]:

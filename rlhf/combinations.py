@@ -6,7 +6,7 @@ against plain training by tests/distributed/test_combinations.py.
 
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,8 @@ class Way:
     setting: str
     """What switches it on, as in the recipe or the JSON."""
     is_on: Callable[[Role], bool]
+    runs_here: bool = True
+    """On a CPU too; else no test has run it."""
 
 
 def _zero(stage: int) -> Way:
@@ -74,12 +76,18 @@ WAYS = (
     *(_zero(stage) for stage in range(4)),
     Way(name="hpZ", knob="hpZ", setting="zero_optimization.zero_hpz_partition_size",
         is_on=lambda role: role.zero.get("zero_hpz_partition_size", 1) > 1),
+    Way(name="qgZ", knob="qgZ", setting="zero_optimization.zero_quantized_gradients",
+        is_on=lambda role: bool(role.zero.get("zero_quantized_gradients"))),
+    Way(name="qwZ", knob="qwZ", setting="zero_optimization.zero_quantized_weights", runs_here=False,
+        is_on=lambda role: bool(role.zero.get("zero_quantized_weights"))),
     Way(name="optimizer offload", knob="offload_optimizer", setting="zero_optimization.offload_optimizer",
         is_on=lambda role: role.offloads("offload_optimizer")),
     Way(name="weight offload", knob="offload_param", setting="zero_optimization.offload_param",
         is_on=lambda role: role.offloads("offload_param")),
     Way(name="bf16", knob="dtype", setting="bf16.enabled",
         is_on=lambda role: ds_config.dtype_name(role.ds) == "bfloat16"),
+    Way(name="fp16", knob="dtype", setting="fp16.enabled", runs_here=False,
+        is_on=lambda role: ds_config.dtype_name(role.ds) == "float16"),
     _optimizer("Muon", "muon"),
     _optimizer("8-bit AdamW", "adamw_8bit"),
     _recompute("selective"),
@@ -90,21 +98,32 @@ WAYS = (
     Way(name="compile", knob="compile", setting="model.compile", is_on=lambda role: role.model.compile),
     Way(name="LoRA", knob="lora", setting="model.lora.rank", is_on=lambda role: role.model.lora.rank > 0),
     Way(name="rows shared", knob="sp", setting="parallel.sp", is_on=lambda role: role.parallel.sp > 1),
+    Way(name="weights shared", knob="tp", setting="parallel.tp", is_on=lambda role: role.parallel.tp > 1),
 )  # fmt: skip
 BY_NAME = {way.name: way for way in WAYS}
 
 _NO_SHARDS = "there are no shards of weights below ZeRO-3. Use a JSON of stage 3, or leave it out."
-REFUSED: Mapping[tuple[str, str], str] = {
-    **{(f"ZeRO-{stage}", "hpZ"): _NO_SHARDS for stage in range(3)},
-    **{(f"ZeRO-{stage}", "weight offload"): _NO_SHARDS for stage in range(3)},
+_NEIGHBOURS = "ZeRO++ has neighbouring ranks hold the same weights, and here they have different shares. Leave it out."
+_UNTRIED = "it has not been tried. Set one of the two off."
+_CLIP = "DeepSpeed's clip at stage 0 counts the first rank's shares alone. Use a JSON of stage 1 or above."
+REFUSED: Mapping[tuple[str, ...], str] = {
+    **{(f"ZeRO-{stage}", way): _NO_SHARDS for stage in range(3) for way in ("hpZ", "qgZ", "qwZ", "weight offload")},
+    **{(way, "weights shared"): _NEIGHBOURS for way in ("hpZ", "qgZ", "qwZ")},
+    **{("ZeRO-0", dtype, "weights shared"): _CLIP for dtype in ("bf16", "fp16")},
+    **{(name, "weights shared"): "it would take a rank's share of a weight for the whole. Use optim.name=adamw."
+       for name in ("Muon", "8-bit AdamW")},
+    ("LoRA", "weights shared"): "adapters are not shared. Set one of the two off.",
+    ("float8", "weights shared"): _UNTRIED,
+    ("compile", "weights shared"): _UNTRIED,
+    ("rows shared", "weights shared"): _UNTRIED,
     ("ZeRO-0", "optimizer offload"): "DeepSpeed offloads shards of moments, and ZeRO-0 has none. Use stage 1, 2 or 3.",
     ("optimizer offload", "8-bit AdamW"):
         "the kernel works on the accelerator's memory. Use optim.name=adamw, or a JSON without offload.",
     ("recompute selective", "activation offload"):
         "its products are kept where they cannot be taken away. Set recompute to full or none.",
-    ("compile", "rows shared"): "it has not been tried. Set one of the two off.",
+    ("compile", "rows shared"): _UNTRIED,
 }  # fmt: skip
-"""Two ways, in the order of WAYS -> why they do not go together, and what to do."""
+"""Two ways or three, in the order of WAYS -> why they do not go together, and what to do."""
 
 
 def ways_of(role: Role) -> list[Way]:
@@ -118,33 +137,39 @@ def check(role: Role) -> None:
     Raises:
         ValueError: it is.
     """
-    for one, other in itertools.combinations(ways_of(role), 2):
-        why = REFUSED.get((one.name, other.name))
-        if why:
-            raise ValueError(f"{other.setting} ({other.name}) does not go with {one.setting} ({one.name}): {why}")
+    on = {way.name: f"{way.setting} ({way.name})" for way in ways_of(role)}
+    for names, why in REFUSED.items():
+        if on.keys() >= set(names):
+            *others, last = (on[name] for name in names)
+            raise ValueError(f"{last} does not go with {' and '.join(others)}: {why}")
 
 
 def pairs() -> Iterator[tuple[Way, Way]]:
-    """All pairs of ways that do not exclude each other by name, refused ones among them."""
-    for one, other in itertools.combinations(WAYS, 2):
-        if one.knob != other.knob:
-            yield one, other
+    """All pairs of ways of two knobs, refused ones among them."""
+    return ((one, other) for one, other in itertools.combinations(WAYS, 2) if one.knob != other.knob)
 
 
 def markdown() -> str:
-    """The table: a cell is `yes`, or the number of the reason below."""
+    """The table: a cell is `yes`, `not run` here, or `no` with the number of the reason below."""
     reasons = list(dict.fromkeys(REFUSED.values()))
     head = ["", *(way.name for way in WAYS[:-1])]
-    rows = []
-    for line, way in enumerate(WAYS[1:], start=1):
-        cells = []
-        for column, other in enumerate(WAYS[:-1]):
-            why = REFUSED.get((other.name, way.name))
-            is_pair = column < line and way.knob != other.knob
-            cells.append("" if not is_pair else f"no ({reasons.index(why) + 1})" if why else "yes")
-        rows.append([way.name, *cells])
-    listed = "\n".join(f"{number}. {reason[0].upper()}{reason[1:]}" for number, reason in enumerate(reasons, start=1))
-    return f"{markdown_table([head, *rows])}\n\n{listed}"
+    rows = [
+        [way.name, *(_cell(other, way, reasons) if column < line else "" for column, other in enumerate(WAYS[:-1]))]
+        for line, way in enumerate(WAYS[1:], start=1)
+    ]
+    listed = [f"{number}. {reason[0].upper()}{reason[1:]}" for number, reason in enumerate(reasons, start=1)]
+    for names, reason in REFUSED.items():
+        if len(names) > 2:
+            listed[reasons.index(reason)] += f" ({', '.join(names)} together.)"
+    return f"{markdown_table([head, *rows])}\n\n" + "\n".join(listed)
+
+
+def _cell(one: Way, other: Way, reasons: Sequence[str]) -> str:
+    if one.knob == other.knob:
+        return ""
+    if why := REFUSED.get((one.name, other.name)):
+        return f"no ({reasons.index(why) + 1})"
+    return "yes" if one.runs_here and other.runs_here else "not run"
 
 
 if __name__ == "__main__":

@@ -251,28 +251,43 @@ class ParallelConfig:
 
     sp: int = 1
     """Ranks that share each row's tokens; 1: each rank has rows of its own."""
+    tp: int = 1
+    """Ranks that share the weights of the trained models, and so their rows; 1: each rank, or ZeRO, has all."""
 
     def __post_init__(self) -> None:
-        if self.sp < 1:
-            raise ValueError(f"parallel.sp must be >= 1, got {self.sp}. Use 1 for rows that no other rank shares.")
+        for name in ("sp", "tp"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"parallel.{name} must be >= 1, got {getattr(self, name)}. Use 1 for ranks that share nothing."
+                )
 
-    def check_model(self, model: ModelConfig, data: DataConfig) -> None:
-        """Check that the model is set up for rows that ranks share.
+    def check_model(self, model: ModelConfig, data: DataConfig, *, name: str = "model") -> None:
+        """Check that the model, that of section `name`, can be trained by ranks that share rows or weights.
 
         Raises:
             ValueError: rows are not packed, or attention is not ours.
         """
-        if self.sp == 1:
-            return
-        said = f"parallel.sp={self.sp} shares packed rows between ranks"
-        if data.packing == "off":
-            raise ValueError(f"{said}, but data.packing is `off`. Use `auto` or `on`, or parallel.sp=1.")
-        if model.attention != "sdpa":
+        if self.sp > 1 and data.packing == "off":
             raise ValueError(
-                f"{said} around sdpa attention, but model.attention is {model.attention}. Use sdpa, or parallel.sp=1."
+                f"parallel.sp={self.sp} shares packed rows between ranks, but data.packing is `off`. Use `auto` or "
+                "`on`, or parallel.sp=1."
             )
-        if model.compile:
-            raise ValueError(f"{said}, which has not been tried with model.compile=true. Set one of the two off.")
+        for knob in ("sp", "tp"):
+            size = getattr(self, knob)
+            if size > 1 and model.attention != "sdpa":
+                raise ValueError(
+                    f"parallel.{knob}={size} gives each rank heads that are attended to by sdpa, but {name}.attention "
+                    f"is {model.attention}. Use sdpa, or parallel.{knob}=1."
+                )
+
+    def check_whole_rows(self) -> None:
+        """Check that no row's tokens are divided, for a stage that cannot do it.
+
+        Raises:
+            ValueError: they are.
+        """
+        if self.sp > 1:
+            raise ValueError(f"parallel.sp={self.sp}: only step 1 divides the tokens of rows. Set it to 1.")
 
     def check_ranks(self, num_ranks: int) -> None:
         """Check that so many ranks divide into groups.
@@ -280,11 +295,13 @@ class ParallelConfig:
         Raises:
             ValueError: they do not.
         """
-        if num_ranks % self.sp:
-            raise ValueError(
-                f"parallel.sp={self.sp} does not divide the number of ranks, {num_ranks}. Use a divisor of it, or "
-                f"start a multiple of {self.sp} ranks."
-            )
+        for name in ("sp", "tp"):
+            size = getattr(self, name)
+            if num_ranks % size:
+                raise ValueError(
+                    f"parallel.{name}={size} does not divide the number of ranks, {num_ranks}. Use a divisor of it, or "
+                    f"start a multiple of {size} ranks."
+                )
 
 
 @dataclass(frozen=True, kw_only=True)

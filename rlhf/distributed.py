@@ -24,6 +24,7 @@ T = TypeVar("T")
 _world_group: dist.ProcessGroup | None = None
 _timeout = timedelta(seconds=1800)
 _groups: dict[int, "Group"] = {}
+_across: dict[int, dist.ProcessGroup] = {}
 
 
 def device_type() -> str:
@@ -69,6 +70,7 @@ def init(timeout_seconds: float = 1800) -> None:
     _world_group = dist.new_group(ranks=list(range(dist.get_world_size())), timeout=timeout)
 
 
+ProcessGroup: TypeAlias = dist.ProcessGroup
 Store: TypeAlias = torch._C._distributed_c10d.Store
 
 
@@ -125,6 +127,7 @@ def shutdown() -> None:
         dist.destroy_process_group()
     _world_group = None
     _groups.clear()
+    _across.clear()
 
 
 def world_group() -> dist.ProcessGroup:
@@ -220,6 +223,34 @@ class Group:
             dist.all_gather_object(values, value, group=self.handle)
         return values
 
+    def max_(self, x: Tensor) -> Tensor:
+        """Replace x by its elementwise maximum over the group, no gradient; gives it back."""
+        if self.size > 1:
+            dist.all_reduce(x, op=dist.ReduceOp.MAX, group=self.handle)
+        return x
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Sum over the group of what each member has computed for all; with gradient. Without one, x is overwritten.
+
+        All members go on alike from the result, so its gradient, equal on all, is that of each member's x.
+        """
+        if self.size == 1 or not (torch.is_grad_enabled() and x.requires_grad):
+            return self.sum_(x)
+        return cast(Tensor, cast(Any, _Sum).apply(x, self))
+
+    def fan_out(self, x: Tensor) -> Tensor:
+        """The same x, equal on all members, from which each computes a part: its gradient is the sum of theirs."""
+        if self.size == 1 or not (torch.is_grad_enabled() and x.requires_grad):
+            return x
+        return cast(Tensor, cast(Any, _FanOut).apply(x, self))
+
+    def join(self, x: Tensor) -> Tensor:
+        """The parts of all members side by side in the last dimension, the same bytes on each; with gradient.
+
+        All members go on alike from the result, so that each part's gradient is its slice of the whole's.
+        """
+        return x if self.size == 1 else cast(Tensor, cast(Any, _Join).apply(x, self))
+
     def exchange(self, x: Tensor) -> Tensor:
         """Part i of x goes to member i, and part j of the result is what member j had for this one; with gradient.
 
@@ -244,6 +275,38 @@ class _Exchange(torch.autograd.Function):
         return _Exchange.forward(ctx, grads[0], ctx.handle), None
 
 
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        return group.sum_(x.clone(memory_format=torch.contiguous_format))  # x itself may be kept for the backward pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0], None
+
+
+class _FanOut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.group.sum_(grads[0].clone(memory_format=torch.contiguous_format)), None
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group, ctx.width = group, x.shape[-1]
+        return torch.cat(group.gather(x), dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0].narrow(-1, ctx.group.rank * ctx.width, ctx.width), None
+
+
 def group_of(size: int) -> Group:
     """This rank's group among groups of `size` consecutive ranks, made once. Collective over all ranks.
 
@@ -260,6 +323,21 @@ def group_of(size: int) -> Group:
             if first <= rank() < first + size:
                 _groups[size] = Group(rank() - first, size, handle)
     return _groups[size]
+
+
+def group_across(size: int) -> dist.ProcessGroup:
+    """The ranks that have this one's place in their groups of `size`, one of each group. Collective over all ranks.
+
+    Raises:
+        ValueError: the number of ranks is not a multiple of it.
+    """
+    group_of(size)
+    if size not in _across:
+        for place in range(size):
+            handle = dist.new_group(ranks=list(range(place, world_size(), size)), timeout=_timeout)
+            if rank() % size == place:
+                _across[size] = handle
+    return _across[size]
 
 
 def barrier() -> None:

@@ -29,9 +29,12 @@ from transformers.utils import logging as transformers_logging
 
 from rlhf import distributed, ds_config, heartbeat, host
 from rlhf.config import OptimConfig
+from rlhf.distributed import Group
 from rlhf.engine_memory import num_bytes, optimizer_bytes, weight_bytes
 from rlhf.health import UnhealthyError
 from rlhf.models.compiled import compiled_blocks
+from rlhf.models.tensor_parallel import cut_of, is_share
+from rlhf.mpu import ModelParallelUnit
 from rlhf.optimizers import Muon, make_optimizer, parameter_groups, zero_shards
 from rlhf.schedule import lr_multiplier
 from rlhf.state_writer import StateWriter
@@ -126,7 +129,17 @@ def _own_hpz_group() -> Iterator[None]:
 
 
 @contextmanager
-def zero3_init(ds: Mapping[str, Any]) -> Iterator[None]:
+def _asking(mpu: ModelParallelUnit | None) -> Iterator[None]:
+    """DeepSpeed keeps the last engine's `mpu` in a global, by which it finds the ranks to average over for all."""
+    outer, ds_groups.mpu = ds_groups.mpu, mpu
+    try:
+        yield
+    finally:
+        ds_groups.mpu = outer
+
+
+@contextmanager
+def zero3_init(ds: Mapping[str, Any], *, shares: bool = False) -> Iterator[None]:
     """Build or load one model: under stage 3 its weights are sharded as they are made, else nothing special happens.
 
     transformers asks a global, a weak reference to the config created last, whether to shard. It is set for this block
@@ -134,12 +147,13 @@ def zero3_init(ds: Mapping[str, Any]) -> Iterator[None]:
 
     Args:
         ds: content of the model's DeepSpeed JSON.
+        shares: the model is cut into shares of ranks after it is built: it has to be whole on each until then.
     """
     outer = hf_deepspeed._hf_deepspeed_config_weak_ref
     hf_deepspeed._hf_deepspeed_config_weak_ref = None
     config = None
     try:
-        if ds_config.zero_stage(ds) == 3:
+        if ds_config.zero_stage(ds) == 3 and not shares:
             content = {k: v for k, v in ds.items() if k != "hybrid_engine"}
             config = hf_deepspeed.HfDeepSpeedConfig(content)  # type: ignore[no-untyped-call]
         with _own_hpz_group():
@@ -157,20 +171,30 @@ class TrainEngine:
     """
 
     def __init__(
-        self, model: nn.Module, *, ds: Mapping[str, Any], optim: OptimConfig, role: str, num_steps: int
+        self,
+        model: nn.Module,
+        *,
+        ds: Mapping[str, Any],
+        optim: OptimConfig,
+        role: str,
+        num_steps: int,
+        tensor: Group | None = None,
     ) -> None:
         """Wrap a model.
 
         Args:
-            model: the weights with requires_grad are trained; built inside `zero3_init(ds)` for stage 3.
+            model: the weights with requires_grad are trained; built inside `zero3_init(ds)` for stage 3, or of shares
+                (`models.tensor_parallel`), which ZeRO-3 divides here.
             ds: content of the DeepSpeed JSON, as loaded or resolved.
             optim: optimiser and schedule.
             role: name in errors: policy, reward, actor, critic.
             num_steps: length of the learning-rate schedule in optimiser steps.
+            tensor: ranks that have a share of each weight; None: each has all.
         """
         self.role = role
         self.optim = optim
         self.num_steps = num_steps
+        self.tensor = tensor or distributed.group_of(1)
         self.zero_stage = ds_config.zero_stage(ds)
         self.micro_batch_size = ds_config.micro_batch_size(ds)
         self.hybrid_engine = ds_config.hybrid_engine(ds)
@@ -179,10 +203,11 @@ class TrainEngine:
         """What the schedule's rates are multiplied by (`rlhf/health.py`)."""
         self._trains_all = all(p.requires_grad for p in model.parameters())
         self.ds = ds_config.resolve(
-            ds, optim=optim, world_size=distributed.world_size(), trainable=True, lora=not self._trains_all
+            ds, optim=optim, world_size=self.tensor.count, trainable=True, lora=not self._trains_all
         )
-        self._engine = _initialize(model, self.ds, optim=optim)
-        if self.zero_stage == 0 and distributed.world_size() == 1:
+        self._mpu = ModelParallelUnit.of(self.tensor.size) if self.tensor.size > 1 else None
+        self._engine = _initialize(model, self.ds, optim=optim, mpu=self._mpu)
+        if self.zero_stage == 0 and self.tensor.count == 1:
             # DeepSpeed would copy all gradients into a bucket and back, to reduce them over one rank.
             self._engine.enable_backward_allreduce = False
         if self.device.type == "cpu":
@@ -230,7 +255,8 @@ class TrainEngine:
 
         Args:
             loss_sum: 0-d, fp32, the loss summed over this rank's tokens (or pairs) of the micro-batch.
-            count: number of tokens (or pairs) of the whole step, over all ranks and micro-batches.
+            count: number of tokens (or pairs) of the whole step, summed over all ranks and micro-batches. Those that
+                ranks with shares of the weights compute together are in the loss and in the count of each of them.
             last: whether this is the step's last micro-batch, on every rank.
 
         Raises:
@@ -249,12 +275,14 @@ class TrainEngine:
         self._loss += loss_sum.detach() / count
         heartbeat.call(self.role)
         self._engine.set_gradient_accumulation_boundary(last)
-        # DeepSpeed averages over ranks, so the world size here makes it a sum over ranks, over the count.
+        # DeepSpeed averages over ranks, so the world size here makes it a sum over ranks, over the count. With shares
+        # of weights it averages over fewer ranks, and the count has each token as often as there are shares.
         scale = distributed.world_size() / count
         if self.zero_stage == 0:
             # DeepSpeed 0.19.8 forgets the loss scale in backward here, but not in step, which divides by it.
             scale *= self._loss_scale()
-        self._engine.backward(loss_sum * scale)
+        with _asking(self._mpu):
+            self._engine.backward(loss_sum * scale)
         self._at_boundary = last
 
     @torch.no_grad()
@@ -268,7 +296,7 @@ class TrainEngine:
         heartbeat.call(self.role)
         self._at_boundary = False
         gradients = _averaged_gradients(self._engine, self.zero_stage)
-        self._gradient_bytes = num_bytes(gradients)
+        self._gradient_bytes = num_bytes(gradient for _, gradient in gradients)
         loss, norm = self._checked_norm(gradients)
         lr = self.optim.lr * self._lr_multiplier() * self.lr_scale
         for group in self._engine.optimizer.param_groups:
@@ -276,8 +304,9 @@ class TrainEngine:
         if self.optim.clip_norm > 0 and math.isfinite(norm) and not self._scales_16bit_at_stage0:
             coefficient = self.optim.clip_norm / (norm + CLIP_EPS)
             if coefficient < 1:
-                torch._foreach_mul_(gradients, coefficient)
-        self._engine.step()
+                torch._foreach_mul_([gradient for _, gradient in gradients], coefficient)
+        with _asking(self._mpu):
+            self._engine.step()
         skipped = not self._engine.was_step_applied()
         self.step_count += not skipped
         return StepStats(loss=loss, grad_norm=norm, lr=lr, skipped=skipped)
@@ -289,9 +318,10 @@ class TrainEngine:
         Only a step clears all that DeepSpeed keeps of an accumulation. It is made with gradients of 0, and what it does
         to weights and moments is overwritten by the state.
         """
-        for gradient in _averaged_gradients(self._engine, self.zero_stage):
+        for _, gradient in _averaged_gradients(self._engine, self.zero_stage):
             gradient.zero_()
-        self._engine.step()
+        with _asking(self._mpu):
+            self._engine.step()
 
     def _lr_multiplier(self) -> float:
         return lr_multiplier(
@@ -302,12 +332,15 @@ class TrainEngine:
             min_lr_frac=self.optim.min_lr_frac,
         )
 
-    def _checked_norm(self, gradients: list[Tensor]) -> tuple[float, float]:
+    def _checked_norm(self, gradients: list[tuple[nn.Parameter, Tensor]]) -> tuple[float, float]:
         """Loss and gradient norm over all ranks, equal on each; raises on all if one of them is not finite."""
         square = torch.zeros((), dtype=torch.float64, device=self.device)
         if gradients:
-            norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients]
-            square = torch.stack(norms).to(self.device, torch.float64).square().sum()
+            norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for _, g in gradients]
+            squares = torch.stack(norms).to(self.device, torch.float64).square()
+            # A weight that all ranks of a group have whole has the same gradient on each.
+            whole = torch.tensor([not is_share(weight) for weight, _ in gradients], device=self.device)
+            square = torch.where(whole, squares / self.tensor.size, squares).sum()
         bad_loss = (~self._loss_is_finite).to(torch.float64)
         self._loss_is_finite.fill_(True)  # noqa: FBT003  the tensor's value
         # One small collective a step: every rank then knows every rank's part.
@@ -316,8 +349,8 @@ class TrainEngine:
         for rank, (_, bad, _) in enumerate(parts):
             if bad:
                 raise NonFiniteError(step=self.step_count, rank=rank, role=self.role, what="the loss is not finite")
-        # At stage 0 every rank holds all gradients, else its own shard of them.
-        total = parts[0][0] if self.zero_stage == 0 else sum(part for part, _, _ in parts)
+        # At stage 0 every rank holds all gradients (of its shares), else its own shard of them.
+        total = sum(part for part, _, _ in (parts[: self.tensor.size] if self.zero_stage == 0 else parts))
         if not math.isfinite(total) and ds_config.dtype_name(self.ds) != "float16":
             self._raise_bad_gradient([rank for rank, (part, _, _) in enumerate(parts) if not math.isfinite(part)])
         norm = math.sqrt(total) / self._loss_scale() if math.isfinite(total) else math.inf
@@ -376,7 +409,8 @@ class TrainEngine:
         Raises:
             RuntimeError: on every rank, if a tensor came out empty.
         """
-        return full_state_dict(self._engine, self.zero_stage, self.module if module is None else module)
+        model = self.module if module is None else module
+        return full_state_dict(self._engine, self.zero_stage, model, share_group=self.tensor)
 
     def save_state(self, folder: str | Path, tag: str, writer: StateWriter) -> None:
         """Hand weights, optimiser and step, for this number of ranks, to a writer of folder/tag. Collective.
@@ -391,13 +425,14 @@ class TrainEngine:
         # A copy of DeepSpeed's script for reading its files, which fails on one rank alone where the disk is full.
         engine._copy_recovery_script = lambda path: None
         try:
-            engine.save_checkpoint(
-                str(folder),
-                tag=tag,
-                client_state={"step_count": self.step_count},
-                save_latest=False,
-                exclude_frozen_parameters=not self._trains_all,
-            )
+            with _asking(self._mpu):
+                engine.save_checkpoint(
+                    str(folder),
+                    tag=tag,
+                    client_state={"step_count": self.step_count},
+                    save_latest=False,
+                    exclude_frozen_parameters=not self._trains_all,
+                )
         finally:
             engine.checkpoint_engine = former
 
@@ -407,9 +442,10 @@ class TrainEngine:
         Raises:
             FileNotFoundError: there is no such state.
         """
-        path, client = self._engine.load_checkpoint(
-            str(folder), tag=tag, load_module_strict=self._trains_all, load_lr_scheduler_states=False
-        )
+        with _asking(self._mpu):
+            path, client = self._engine.load_checkpoint(
+                str(folder), tag=tag, load_module_strict=self._trains_all, load_lr_scheduler_states=False
+            )
         if path is None:
             raise FileNotFoundError(f"{self.role}: no state in {Path(folder) / tag}.")
         self.step_count = int(client["step_count"])
@@ -438,6 +474,7 @@ class TrainEngine:
         return {
             "zero_stage": self.zero_stage,
             "step_count": self.step_count,
+            "tensor_parallel": self.tensor.size,
             "shapes": {n: list(getattr(p, "ds_shape", p.shape)) for n, p in self.module.named_parameters()},
             "groups": self._group_names(),
         }
@@ -525,7 +562,9 @@ class FrozenEngine:
         return full_state_dict(self._engine, self.zero_stage, self.module if module is None else module)
 
 
-def _initialize(model: nn.Module, ds: dict[str, Any], *, optim: OptimConfig | None = None) -> Any:
+def _initialize(
+    model: nn.Module, ds: dict[str, Any], *, optim: OptimConfig | None = None, mpu: ModelParallelUnit | None = None
+) -> Any:
     # DeepSpeed's own hybrid engine fails on CPUs and does nothing useful on GPUs; the section is honoured here instead.
     config = {key: value for key, value in ds.items() if key != "hybrid_engine"}
     if distributed.device_type() == "cpu":
@@ -538,40 +577,37 @@ def _initialize(model: nn.Module, ds: dict[str, Any], *, optim: OptimConfig | No
     made = make_optimizer(groups, optim) if groups and optim and optim.name in ds_config.OBJECTS else None
     if made is not None and type(made) not in zero_utils.ZERO_SUPPORTED_OPTIMIZERS:
         zero_utils.ZERO_SUPPORTED_OPTIMIZERS.append(type(made))  # else a warning for each engine
-    with _own_hpz_group():
+    with _own_hpz_group(), _asking(mpu):
         engine, *_ = deepspeed.initialize(
-            model=model, model_parameters=groups, optimizer=made, config=config, dist_init_required=False
+            model=model, model_parameters=groups, optimizer=made, config=config, mpu=mpu, dist_init_required=False
         )
     if isinstance(made, Muon) and ds_config.zero_stage(ds) > 0:
         made.shards = zero_shards(engine.optimizer, ds_config.zero_stage(ds)).__getitem__
     return engine
 
 
-def _averaged_gradients(engine: Any, zero_stage: int) -> list[Tensor]:
+def _averaged_gradients(engine: Any, zero_stage: int) -> list[tuple[nn.Parameter, Tensor]]:
     """The tensors that DeepSpeed's next step will read: all gradients at stage 0, else this rank's shard.
 
-    They are scaled in place, so they have to be the ones DeepSpeed uses and no copies.
+    They are scaled in place, so they have to be the ones DeepSpeed uses and no copies. Before each stands its weight,
+    or one of the weights of its group, which are all shares of a group of ranks or all whole (`parameter_groups`).
     """
     optimizer = engine.optimizer
     if zero_stage == 0:
-        return [p.grad for p in engine.module.parameters() if p.requires_grad and p.grad is not None]
-    if zero_stage == 3:
-        if optimizer.offload_optimizer:
-            return [flat.grad for flat in optimizer.fp32_partitioned_groups_flat]
-        return [g for group in range(len(optimizer.fp16_groups)) for g in optimizer.averaged_gradients[group]]
-    if optimizer.cpu_offload:
+        return [(p, p.grad) for p in engine.module.parameters() if p.requires_grad and p.grad is not None]
+    weights = optimizer.fp16_groups if zero_stage == 3 else optimizer.bit16_groups
+    if zero_stage == 3 and not optimizer.offload_optimizer:
+        gradients = [optimizer.averaged_gradients[group] for group in range(len(weights))]
+    elif zero_stage == 3:
+        gradients = [[flat.grad] for flat in optimizer.fp32_partitioned_groups_flat]
+    elif optimizer.cpu_offload:
         optimizer._wait_for_offload_copies()
-        return [flat.grad for flat in optimizer.single_partition_of_fp32_groups]
-    return [
-        g
-        for group in range(len(optimizer.bit16_groups))
+        gradients = [[flat.grad] for flat in optimizer.single_partition_of_fp32_groups]
+    else:
+        averaged = [optimizer.averaged_gradients[group] for group in range(len(weights))]
         # With fp32 accumulation the list is made of views of one flat buffer.
-        for g in (
-            [optimizer.averaged_gradients[group].flat_partition]
-            if hasattr(optimizer.averaged_gradients[group], "flat_partition")
-            else optimizer.averaged_gradients[group]
-        )
-    ]
+        gradients = [[part.flat_partition] if hasattr(part, "flat_partition") else part for part in averaged]
+    return [(group[0], gradient) for group, parts in zip(weights, gradients, strict=True) for gradient in parts]
 
 
 def _non_finite_names(engine: Any, zero_stage: int) -> list[str]:
@@ -590,7 +626,9 @@ def _non_finite_names(engine: Any, zero_stage: int) -> list[str]:
     return [engine.param_names[weight] for weight, grad in pairs if not torch.isfinite(grad).all()]
 
 
-def full_state_dict(engine: Any, zero_stage: int, module: nn.Module) -> dict[str, Tensor] | None:
+def full_state_dict(
+    engine: Any, zero_stage: int, module: nn.Module, *, share_group: Group | None = None
+) -> dict[str, Tensor] | None:
     """See `TrainEngine.full_state_dict`; `engine` may be None for a plain model."""
     if zero_stage == 3:
         _release(engine)
@@ -602,7 +640,10 @@ def full_state_dict(engine: Any, zero_stage: int, module: nn.Module) -> dict[str
             # A tied weight has two names and one entry in `seen`, and stays one tensor in the result.
             if id(tensor) not in seen:
                 with deepspeed.zero.GatheredParameters(sharded, enabled=bool(sharded)):
-                    seen[id(tensor)] = tensor.detach().to("cpu", copy=True) if distributed.is_main() else torch.empty(0)
+                    whole = tensor.detach()
+                    if share_group is not None and (cut := cut_of(tensor)) is not None:
+                        whole = cut.join(share_group.gather(whole))
+                    seen[id(tensor)] = whole.to("cpu", copy=True) if distributed.is_main() else torch.empty(0)
             exported[name] = seen[id(tensor)]
     empty = [name for name, tensor in exported.items() if tensor.numel() == 0] if distributed.is_main() else []
     distributed.same_on_all(not empty, f"exported weights are empty: {', '.join(empty[:5])}.")

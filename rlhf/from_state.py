@@ -76,6 +76,11 @@ def convert_state(state: Path, model: ModelConfig, out_dir: Path, *, engine: str
     if engine not in record["engines"]:
         raise StateError(f"{state} holds {', '.join(sorted(record['engines']))}, not {engine}. Name one of them.")
     layout, kind = record["engines"][engine], KINDS[engine]
+    if (shares := layout.get("tensor_parallel", 1)) > 1:
+        raise StateError(
+            f"{state} holds {engine} in shares of {shares} ranks (parallel.tp), which are not put together here. "
+            "Resume the run on its own ranks to its end: the model folder that it writes is whole."
+        )
     tokenizer = load_tokenizer(str(state.parent / states.TOKENIZER))
     build: _Build = build_causal_lm if kind == "policy" else build_reward_model
     built = build(model, tokenizer, seed=seed)

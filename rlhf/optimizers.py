@@ -23,6 +23,7 @@ from rlhf.models.backbone import base_of
 from rlhf.models.lora import linear_layers
 from rlhf.models.policy import Policy
 from rlhf.models.scalar_head import ScalarModel
+from rlhf.models.tensor_parallel import is_share
 
 # Quintic Newton-Schulz: the slope at 0 is as large as convergence to [0.7, 1.2] allows (Jordan et al. 2024).
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -191,6 +192,8 @@ def make_optimizer(groups: list[dict[str, Any]], optim: OptimConfig) -> torch.op
 def parameter_groups(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any]]:
     """Trained weights in groups: matrices are decayed; biases, norms and other vectors are not.
 
+    Shares of weights (`models.tensor_parallel`) are apart from weights that each rank has whole.
+
     For Muon there is a group of its own, `matrices` true: the weights of the linear layers but the heads. Embeddings
     and heads go by AdamW, as is usual.
 
@@ -203,17 +206,18 @@ def parameter_groups(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any
     hidden = _hidden_matrices(model) if optim.name == "muon" else set()
     if optim.name == "muon" and not any(id(p) in hidden for p in trained):
         raise ValueError("optim.name=muon, but no matrix of a linear layer is trained. Use optim.name=adamw.")
-    groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
+    groups: dict[tuple[bool, float, bool], list[nn.Parameter]] = {}
     for matrices, decay in ((True, optim.weight_decay), (False, optim.weight_decay), (False, 0.0)):
-        groups[matrices, decay] = []
+        groups[matrices, decay, False] = []
+        groups[matrices, decay, True] = []
     for p in trained:
         # A weight sharded by ZeRO-3 has an empty shape of its own and keeps the real one in ds_shape.
         decayed = len(getattr(p, "ds_shape", p.shape)) > 1
-        groups[id(p) in hidden, optim.weight_decay if decayed else 0.0].append(p)
+        groups[id(p) in hidden, optim.weight_decay if decayed else 0.0, is_share(p)].append(p)
     flag = optim.name == "muon"
     return [
         {"params": params, "weight_decay": decay, **({"matrices": matrices} if flag else {})}
-        for (matrices, decay), params in groups.items()
+        for (matrices, decay, _), params in groups.items()
         if params
     ]
 

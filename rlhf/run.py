@@ -70,6 +70,7 @@ class Run:
         self._engines: list[HasStates] = []
         self._shape: Shape | None = None
         self._lora = 0
+        self._counts = True
         self._logged_step = 0
         self._first_step = 0
         self._measured: dict[str, dict[str, float]] = {}
@@ -152,21 +153,26 @@ class Run:
 
     def count_tokens(self, num_tokens: Tensor | int) -> None:
         """Count real tokens (no padding) that this rank trained on; a tensor stays on its device."""
-        self._tokens = self._tokens + num_tokens
+        if self._counts:
+            self._tokens = self._tokens + num_tokens
 
     def count_flops(self, flops: float) -> None:
         """Count model FLOPs (`rlhf.plan.flops`) of this rank's part of a step."""
-        self._flops += flops
+        if self._counts:
+            self._flops += flops
 
-    def watch(self, engines: Iterable[HasStates], *, shape: Shape | None = None, lora: int = 0) -> None:
+    def watch(
+        self, engines: Iterable[HasStates], *, shape: Shape | None = None, lora: int = 0, counts: bool = True
+    ) -> None:
         """Log the bytes of these engines' states with every train line, and count the FLOPs of training.
 
         Args:
             engines: of the stage.
             shape: of the model that `count_batch` is about; None: FLOPs are not counted there.
             lora: rank of its adapters, or 0.
+            counts: whether this rank counts tokens and FLOPs: one alone of those that compute the same tokens does.
         """
-        self._engines, self._shape, self._lora = list(engines), shape, lora
+        self._engines, self._shape, self._lora, self._counts = list(engines), shape, lora, counts
 
     def count_batch(self, sequences: Sequences, *, num_targets: int = 0) -> None:
         """Count what this rank has of a micro-batch that is trained on: real tokens, FLOPs and share of padding.

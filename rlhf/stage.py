@@ -12,21 +12,12 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf import artifacts, heartbeat
 from rlhf.artifacts import Contract
-from rlhf.config import DataConfig, ModelConfig, ParallelConfig, TokenizerConfig
+from rlhf.config import DataConfig, ModelConfig, TokenizerConfig
 from rlhf.data.batching import Batching
 from rlhf.data.dataset import training_texts
 from rlhf.data.splits import Stage
 from rlhf.data.template import ChatTemplate, load_template
-from rlhf.distributed import (
-    Group,
-    all_gather_objects,
-    broadcast_object,
-    device_type,
-    group_of,
-    is_main,
-    together,
-    world_size,
-)
+from rlhf.distributed import all_gather_objects, broadcast_object, device_type, is_main, together
 from rlhf.engine import TrainEngine
 from rlhf.memory import free_bytes
 from rlhf.model_folder import save_model_folder
@@ -35,7 +26,6 @@ from rlhf.models.build import load_tokenizer, read_config, tokenizer_fingerprint
 from rlhf.models.forward_memory import fitting_tokens, forward_bytes_per_token, head_bytes
 from rlhf.models.policy import CHUNK_TOKENS
 from rlhf.plan.shapes import Shape, shape_of
-from rlhf.rollout.split import check_heads
 from rlhf.run import Run
 
 logger = logging.getLogger(__name__)
@@ -104,25 +94,6 @@ def load_language(data: DataConfig, tokenizer: TokenizerConfig, model: ModelConf
         )
     assert loaded is not None
     return Language(tokenizer=loaded, template=load_template(data.template, loaded))
-
-
-def join_group(parallel: ParallelConfig, model: ModelConfig, language: Language) -> Group:
-    """The ranks that share this rank's rows. Collective.
-
-    Raises:
-        ValueError: the ranks or the model's heads do not divide, or the family cannot read packed rows.
-    """
-    if parallel.sp > 1:
-        parallel.check_ranks(world_size())
-        config, said = read_config(model, language.tokenizer), f"parallel.sp={parallel.sp}"
-        if not takes_layout(config):
-            raise ValueError(
-                f"{said} shares packed rows between ranks, but a model of model_type {config.model_type} cannot read "
-                f"them: that takes one of the families {', '.join(FAMILIES)} without a sliding window. Use "
-                "parallel.sp=1 or another model."
-            )
-        check_heads(config.get_text_config().to_dict(), parallel.sp, said=said)
-    return group_of(parallel.sp)
 
 
 def choose_batching(

@@ -10,11 +10,12 @@ from rlhf.data.batching import Batching
 from rlhf.data.collate import collate_sft
 from rlhf.data.dataset import SFTRow, TokenDataset
 from rlhf.data.loader import eval_micro_batches
-from rlhf.distributed import Group, all_sum
+from rlhf.distributed import all_sum
 from rlhf.engine import TrainEngine
 from rlhf.health import repeat_frac
 from rlhf.ops import to_columns
 from rlhf.rollout.answers import Answer
+from rlhf.sharing import Sharing
 
 
 def evaluate_loss(
@@ -22,7 +23,7 @@ def evaluate_loss(
     dataset: TokenDataset[SFTRow],
     *,
     batching: Batching,
-    group: Group,
+    sharing: Sharing,
     max_rows: int,
     pad_id: int,
 ) -> dict[str, float]:
@@ -35,7 +36,7 @@ def evaluate_loss(
         policy: of a `Policy`.
         dataset: the held-out rows.
         batching: how they become micro-batches.
-        group: ranks that share each of them.
+        sharing: ranks that work on each of them together.
         max_rows: most rows.
         pad_id: id of the padding.
 
@@ -49,9 +50,11 @@ def evaluate_loss(
     policy.eval()
     with torch.no_grad():
         for rows in eval_micro_batches(
-            dataset, batching=batching, rank=group.number, world_size=group.count, max_rows=max_rows
+            dataset, batching=batching, rank=sharing.rows.number, world_size=sharing.rows.count, max_rows=max_rows
         ):
-            batch = collate_sft(rows, pad_id=pad_id, device=policy.device, packed=batching.packed, group=group)
+            batch = collate_sft(
+                rows, pad_id=pad_id, device=policy.device, packed=batching.packed, group=sharing.sequence
+            )
             sequences = batch.sequences
             output = policy(**sequences.inputs, target_mask_BT=batch.loss_mask_BT)
             num_columns = max((len(row.token_ids) for row in rows), default=1)

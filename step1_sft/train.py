@@ -10,15 +10,16 @@ from typing import Protocol
 
 import torch
 
-from rlhf import combinations, ds_config
+from rlhf import ds_config
 from rlhf.checkpoint import Checkpoints
+from rlhf.combinations import Role
 from rlhf.config import parse_config
 from rlhf.data.batching import Batching
 from rlhf.data.collate import TokenBatch, collate_sft
 from rlhf.data.dataset import SFTRow, build_dataset, report_lines
 from rlhf.data.loader import Loader, evenly_spaced
 from rlhf.data.prefetch import Prefetch
-from rlhf.distributed import Group, all_sum, device, device_type, shutdown
+from rlhf.distributed import all_sum, device, device_type, shutdown
 from rlhf.engine import TrainEngine, setup, zero3_init
 from rlhf.models import liger
 from rlhf.models.build import build_causal_lm, check_length_fits
@@ -26,13 +27,13 @@ from rlhf.models.policy import Policy
 from rlhf.models.token_stats import TokenStats, token_stats
 from rlhf.rollout.answers import Voice, answer_rows
 from rlhf.run import Run
+from rlhf.sharing import Sharing, share_rows
 from rlhf.stage import (
     Language,
     choose_batching,
     choose_scoring,
     export_model,
     flop_shape,
-    join_group,
     load_language,
 )
 from rlhf.watchdog import watched
@@ -46,9 +47,11 @@ logger = logging.getLogger(__name__)
 def train(cfg: SFTConfig) -> None:
     """Fine-tune a causal LM on demonstrations and leave a model folder."""
     ds = ds_config.load(cfg.deepspeed)
-    combinations.check(combinations.Role(ds=ds, model=cfg.model, optim=cfg.optim, parallel=cfg.parallel))
     language = load_language(cfg.data, cfg.tokenizer, cfg.model, stage="sft")
-    group = join_group(cfg.parallel, cfg.model, language)
+    sharing = share_rows(
+        {"model": Role(model=cfg.model, ds=ds, optim=cfg.optim, parallel=cfg.parallel)},
+        language.tokenizer,
+    )
     dataset = build_dataset(
         cfg.data, stage="sft", part="train", template=language.template, tokenizer=language.tokenizer
     )
@@ -63,8 +66,8 @@ def train(cfg: SFTConfig) -> None:
         dataset,
         global_batch_size=cfg.global_batch_size,
         batching=batching,
-        rank=group.number,
-        world_size=group.count,
+        rank=sharing.rows.number,
+        world_size=sharing.rows.count,
         seed=cfg.run.seed,
         epochs=cfg.epochs,
         max_steps=cfg.max_steps,
@@ -78,7 +81,7 @@ def train(cfg: SFTConfig) -> None:
                 device=device(),
                 packed=batching.packed,
                 loss_on=cfg.loss_on,
-                group=group,
+                group=sharing.sequence,
             )
             for rows in micro_batches
         ]
@@ -86,13 +89,14 @@ def train(cfg: SFTConfig) -> None:
     loader = Prefetch(order, collate)
     run = Run.start(cfg, stage="step1_sft", ds_configs={"": ds}, num_steps=len(loader))
     run.write_data_report(dataset.report, report_lines(dataset.report))
-    with zero3_init(ds):
+    with zero3_init(ds, shares=cfg.parallel.tp > 1):
         model = build_causal_lm(cfg.model, language.tokenizer, seed=cfg.run.seed)
     check_length_fits(model.config, cfg.data.max_prompt_tokens + cfg.data.max_response_tokens)
-    wrapped = Policy(model, closed_form=choose_loss(cfg.fused_loss, zero_stage=ds_config.zero_stage(ds)))
-    policy = TrainEngine(wrapped, ds=ds, optim=cfg.optim, role="policy", num_steps=len(loader))
-    evaluate = make_evaluation(cfg, policy, language, batching, group, run)
-    run.watch([policy], shape=flop_shape(wrapped), lora=cfg.model.lora.rank)
+    wrapped = Policy(sharing.share(model), closed_form=choose_loss(cfg.fused_loss, zero_stage=ds_config.zero_stage(ds)))
+    policy = TrainEngine(wrapped, ds=ds, optim=cfg.optim, role="policy", num_steps=len(loader),
+                         tensor=sharing.tensor)  # fmt: skip
+    evaluate = make_evaluation(cfg, policy, language, batching, sharing, run)
+    run.watch([policy], shape=flop_shape(wrapped), lora=cfg.model.lora.rank, counts=sharing.tensor.rank == 0)
     checkpoints = Checkpoints(run, {"policy": policy}, {"loader": loader}, language=language)
     checkpoints.resume()
     before = run.once("before", lambda: evaluate(0, answers=False))
@@ -136,7 +140,7 @@ class Evaluation(Protocol):
 
 
 def make_evaluation(
-    cfg: SFTConfig, policy: TrainEngine, language: Language, batching: Batching, group: Group, run: Run
+    cfg: SFTConfig, policy: TrainEngine, language: Language, batching: Batching, sharing: Sharing, run: Run
 ) -> Evaluation:
     """Read the held-out rows once and return the function that evaluates on them."""
     held_out = build_dataset(
@@ -168,7 +172,7 @@ def make_evaluation(
                 policy,
                 held_out,
                 batching=scoring,
-                group=group,
+                sharing=sharing,
                 max_rows=cfg.eval.max_rows,
                 pad_id=language.pad_id,
             )

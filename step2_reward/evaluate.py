@@ -12,9 +12,10 @@ from rlhf.data.batching import Batching
 from rlhf.data.collate import collate_preferences
 from rlhf.data.dataset import PreferenceRow, TokenDataset
 from rlhf.data.loader import eval_micro_batches
-from rlhf.distributed import all_gather_objects, rank, world_size
+from rlhf.distributed import all_gather_objects
 from rlhf.engine import TrainEngine
 from rlhf.models.scalar_head import scores_at
+from rlhf.sharing import Sharing
 
 NUM_BINS = 10
 
@@ -45,14 +46,20 @@ class Judgements:
 
 
 def judge(
-    reward: TrainEngine, dataset: TokenDataset[PreferenceRow], *, batching: Batching, max_rows: int, pad_id: int
+    reward: TrainEngine,
+    dataset: TokenDataset[PreferenceRow],
+    *,
+    batching: Batching,
+    sharing: Sharing,
+    max_rows: int,
+    pad_id: int,
 ) -> Judgements:
-    """Score all held-out rows, each on one rank; every rank gets all judgements. Collective."""
+    """Score all held-out rows, each on one rank or group; every rank gets all judgements. Collective."""
     mine = Judgements()
     reward.eval()
     with torch.no_grad():
         for rows in eval_micro_batches(
-            dataset, batching=batching, rank=rank(), world_size=world_size(), max_rows=max_rows
+            dataset, batching=batching, rank=sharing.rows.number, world_size=sharing.rows.count, max_rows=max_rows
         ):
             batch = collate_preferences(rows, pad_id=pad_id, device=reward.device, packed=batching.packed)
             score_S = scores_at(reward(**batch.sequences.inputs), batch.sequences.last_S)
@@ -65,7 +72,7 @@ def judge(
             mine.num_ties += batch.num_ties + batch.num_truncated_ties
     reward.train()
     everything = Judgements()
-    for part in all_gather_objects(mine):
+    for part in sharing.one_of_each(all_gather_objects(mine)):
         everything.extend(part)
     return everything
 

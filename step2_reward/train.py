@@ -7,19 +7,21 @@ from collections.abc import Mapping
 
 import torch
 
-from rlhf import artifacts, combinations, ds_config
+from rlhf import artifacts, ds_config
 from rlhf.checkpoint import Checkpoints
+from rlhf.combinations import Role
 from rlhf.config import parse_config
 from rlhf.data.batching import Batching
 from rlhf.data.collate import PreferenceBatch, collate_preferences
 from rlhf.data.dataset import PreferenceRow, TokenDataset, build_dataset, report_lines
 from rlhf.data.loader import Loader
 from rlhf.data.prefetch import Prefetch
-from rlhf.distributed import all_sum, device, rank, shutdown, world_size
+from rlhf.distributed import all_sum, device, shutdown
 from rlhf.engine import TrainEngine, setup, zero3_init
 from rlhf.models.build import build_reward_model, check_length_fits
 from rlhf.models.scalar_head import ScalarModel, scores_at
 from rlhf.run import Run
+from rlhf.sharing import Sharing, share_rows
 from rlhf.stage import Language, choose_batching, choose_scoring, export_model, flop_shape, load_language
 from rlhf.watchdog import watched
 from step2_reward.config import RewardConfig
@@ -34,8 +36,11 @@ RANGE_ROWS = 256
 def train(cfg: RewardConfig) -> None:
     """Train a reward model on preferences and leave a model folder."""
     ds = ds_config.load(cfg.deepspeed)
-    combinations.check(combinations.Role(ds=ds, model=cfg.model, optim=cfg.optim))
     language = load_language(cfg.data, cfg.tokenizer, cfg.model, stage="reward")
+    sharing = share_rows(
+        {"model": Role(model=cfg.model, ds=ds, optim=cfg.optim, parallel=cfg.parallel)},
+        language.tokenizer,
+    )
     if cfg.normalise.policy:
         policy = artifacts.verify(cfg.normalise.policy)
         artifacts.check_kind(policy, "normalise.policy", allowed=("policy",))
@@ -54,8 +59,8 @@ def train(cfg: RewardConfig) -> None:
         dataset,
         global_batch_size=cfg.global_batch_size,
         batching=batching,
-        rank=rank(),
-        world_size=world_size(),
+        rank=sharing.rows.number,
+        world_size=sharing.rows.count,
         seed=cfg.run.seed,
         epochs=cfg.epochs,
         max_steps=cfg.max_steps,
@@ -73,10 +78,17 @@ def train(cfg: RewardConfig) -> None:
     held_out = build_dataset(
         cfg.data, stage="reward", part="eval", template=language.template, tokenizer=language.tokenizer
     )
-    with zero3_init(ds):
+    with zero3_init(ds, shares=cfg.parallel.tp > 1):
         model = build_reward_model(cfg.model, language.tokenizer, seed=cfg.run.seed)
     check_length_fits(model.config, cfg.data.max_prompt_tokens + cfg.data.max_response_tokens)
-    reward = TrainEngine(ScalarModel(model), ds=ds, optim=cfg.optim, role="reward", num_steps=len(loader))
+    reward = TrainEngine(
+        ScalarModel(sharing.share(model)),
+        ds=ds,
+        optim=cfg.optim,
+        role="reward",
+        num_steps=len(loader),
+        tensor=sharing.tensor,
+    )
     scoring = choose_scoring(
         batching,
         {"reward": cfg.model},
@@ -85,13 +97,16 @@ def train(cfg: RewardConfig) -> None:
         language,
         longest_row=int((held_out if len(held_out) else dataset).lengths.max(initial=1)),
     )
-    run.watch([reward], shape=flop_shape(reward.module), lora=cfg.model.lora.rank)
+    run.watch([reward], shape=flop_shape(reward.module), lora=cfg.model.lora.rank,
+              counts=sharing.tensor.rank == 0)  # fmt: skip
     checkpoints = Checkpoints(run, {"reward": reward}, {"loader": loader}, language=language)
     checkpoints.resume()
 
     def evaluate(step: int) -> dict[str, float]:
         with run.timer("eval"):
-            judgements = judge(reward, held_out, batching=scoring, max_rows=cfg.eval.max_rows, pad_id=language.pad_id)
+            judgements = judge(
+                reward, held_out, batching=scoring, sharing=sharing, max_rows=cfg.eval.max_rows, pad_id=language.pad_id
+            )
         values = summarise(judgements, held_out.source_names)
         run.log_eval(step, values)
         run.write_histograms(histograms(judgements))
@@ -123,7 +138,7 @@ def train(cfg: RewardConfig) -> None:
 
     after = evaluate(len(loader))
     with run.timer("eval"):
-        scores = final_scores(cfg, reward, language, dataset, after, batching=scoring, run=run)
+        scores = final_scores(cfg, reward, language, dataset, after, batching=scoring, sharing=sharing, run=run)
     metrics = {**headline(before, after), **scores}
     folder = export_model(
         reward, language, run, kind="reward", parents=[cfg.model.path, cfg.normalise.policy], metrics=metrics
@@ -139,6 +154,7 @@ def final_scores(
     after: Mapping[str, float],
     *,
     batching: Batching,
+    sharing: Sharing,
     run: Run,
 ) -> dict[str, float]:
     """Range of the scores on preferences, in the unit of the exported model, and what normalised them. Collective.
@@ -152,15 +168,16 @@ def final_scores(
         dataset: training rows, looked at where no row is held out.
         after: the last evaluation.
         batching: micro-batches without gradients.
+        sharing: ranks that work on each of them together.
         run: names the seed of the answers that normalise.
     """
     if "eval/score_low" not in after:
-        seen = judge(reward, dataset, batching=batching, max_rows=RANGE_ROWS, pad_id=language.pad_id)
+        seen = judge(reward, dataset, batching=batching, sharing=sharing, max_rows=RANGE_ROWS, pad_id=language.pad_id)
         after = summarise(seen, [])
     scores = {name: after[f"eval/{name}"] for name in ("score_low", "score_high") if f"eval/{name}" in after}
     if not cfg.normalise.policy:
         return scores
-    found = normalise_on_policy(cfg, reward, language, batching, seed=run.seed_for("normalise", 0))
+    found = normalise_on_policy(cfg, reward, language, batching, sharing, seed=run.seed_for("normalise", 0))
     normalised = {name: (score - found["score_mean"]) / found["score_std"] for name, score in scores.items()}
     return {**found, **normalised}
 

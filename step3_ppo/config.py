@@ -3,7 +3,16 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from rlhf.config import DataConfig, EvalConfig, ModelConfig, OptimConfig, RunConfig, SamplingConfig, VLLMConfig
+from rlhf.config import (
+    DataConfig,
+    EvalConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    RunConfig,
+    SamplingConfig,
+    VLLMConfig,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,6 +204,8 @@ class PPOConfig:
     """The value model; by default it starts from the reward model."""
     reference: ModelConfig = field(default_factory=ModelConfig)
     """The policy that KL is measured to; by default the actor's start (with actor.lora: the actor, adapters off)."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """Ranks that share the weights of actor and critic."""
     data: DataConfig
     """The prompts."""
     actor_optim: OptimConfig
@@ -228,6 +239,7 @@ class PPOConfig:
         if self.max_steps < 1:
             raise ValueError(f"max_steps must be >= 1, got {self.max_steps}.")
         self._check_models()
+        self._check_parallel()
         if self.rollout.num_sequences % self.update.minibatch_size:
             raise ValueError(
                 f"rollout.prompts_per_step x rollout.samples_per_prompt = {self.rollout.num_sequences} is not a "
@@ -279,6 +291,25 @@ class PPOConfig:
                 "`decoder`: every policy ratio would compare two types. Set rollout.old_logprobs=rescore, and "
                 "update.importance_cap=2 to weigh what they round differently."
             )
+
+    def _check_parallel(self) -> None:
+        self.parallel.check_whole_rows()
+        for role in ("actor", "critic"):
+            self.parallel.check_model(getattr(self, role), self.data, name=role)
+        if (tp := self.parallel.tp) == 1:
+            return
+        rollout = self.rollout
+        if rollout.tensor_parallel not in (None, tp):
+            raise ValueError(
+                f"rollout.tensor_parallel={rollout.tensor_parallel}, but parallel.tp={tp}: the actor decodes in the "
+                "shares that it is trained in. Leave rollout.tensor_parallel out."
+            )
+        for name, usual in (("engine", "builtin"), ("weights", "auto"), ("graphs", False)):
+            if (value := getattr(rollout, name)) not in (usual, "gathered"):
+                raise ValueError(
+                    f"rollout.{name}={value}, but parallel.tp={tp}: shares of weights are lent to our decoder as they "
+                    "are, or in one copy under ZeRO-3. Leave it out, or set parallel.tp=1."
+                )
 
     def _check_models(self) -> None:
         for role in ("actor", "reward"):

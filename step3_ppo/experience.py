@@ -10,6 +10,7 @@ from rlhf.data.batching import Batching
 from rlhf.data.collate import ResponseBatch, collate_responses
 from rlhf.distributed import all_gather_objects
 from rlhf.ops import masked_mean, masked_var, response_mask, whiten_with
+from rlhf.sharing import Sharing
 from step3_ppo.advantages import gae
 from step3_ppo.config import GAEConfig
 from step3_ppo.rewards import token_rewards
@@ -122,9 +123,9 @@ class MicroBatch:
     return_SR: Tensor
 
 
-def gather_sequences(local: list[ScoredSequence]) -> list[ScoredSequence]:
-    """All ranks' sequences, in one order on every rank."""
-    everything = [sequence for part in all_gather_objects(local) for sequence in part]
+def gather_sequences(local: list[ScoredSequence], sharing: Sharing) -> list[ScoredSequence]:
+    """All ranks' sequences, each once, in one order on every rank. Collective."""
+    everything = [sequence for part in sharing.one_of_each(all_gather_objects(local)) for sequence in part]
     return sorted(everything, key=lambda sequence: sequence.key)
 
 

@@ -7,12 +7,14 @@ from typing import Any, cast
 
 import torch
 
-from rlhf import artifacts, combinations, ds_config, engine
+from rlhf import artifacts, ds_config, engine
+from rlhf.combinations import Role
 from rlhf.config import ModelConfig
 from rlhf.engine import FrozenEngine, TrainEngine
 from rlhf.models.build import build_causal_lm, build_reward_model, check_length_fits
 from rlhf.models.policy import Policy
 from rlhf.models.scalar_head import ScalarModel
+from rlhf.sharing import Sharing
 from rlhf.stage import Language
 from step3_ppo.config import PPOConfig
 
@@ -43,6 +45,8 @@ class Roles:
     critic: TrainEngine
     reference: FrozenEngine | AdapterOff
     reward: FrozenEngine
+    sharing: Sharing
+    """Ranks that work on the same rows when the roles score and when actor and critic are trained."""
 
     @property
     def engines(self) -> list[TrainEngine | FrozenEngine]:
@@ -70,6 +74,15 @@ def model_configs(cfg: PPOConfig) -> dict[str, ModelConfig]:
     critic = cfg.critic if cfg.critic.path else dataclasses.replace(cfg.critic, path=cfg.reward.path)
     models = {"actor": cfg.actor, "critic": critic, "reference": reference, "reward": cfg.reward}
     return {role: dataclasses.replace(model, dropout=0.0) for role, model in models.items()}
+
+
+def trained_roles(cfg: PPOConfig, ds: dict[str, dict[str, Any]]) -> dict[str, Role]:
+    """Actor and critic as they are set up."""
+    models, optims = model_configs(cfg), {"actor": cfg.actor_optim, "critic": cfg.critic_optim}
+    return {
+        role: Role(model=models[role], ds=ds[role], optim=optim, parallel=cfg.parallel)
+        for role, optim in optims.items()
+    }
 
 
 def check_artifacts(cfg: PPOConfig) -> None:
@@ -123,18 +136,19 @@ def check_language(cfg: PPOConfig, language: Language) -> None:
     artifacts.check_reads(artifacts.read_manifest(cfg.actor.path), language.contract)
 
 
-def build_roles(cfg: PPOConfig, language: Language, ds: dict[str, dict[str, Any]], *, num_updates: int) -> Roles:
+def build_roles(
+    cfg: PPOConfig, language: Language, ds: dict[str, dict[str, Any]], sharing: Sharing, *, num_updates: int
+) -> Roles:
     """Load the four models, each sharded or whole as its JSON says. Collective.
 
     Args:
         cfg: of the stage.
         language: tokenizer and template that all four share.
         ds: content of each role's DeepSpeed JSON.
+        sharing: ranks that share the weights of actor and critic.
         num_updates: optimiser steps of the whole run, for the critic; the actor makes fewer with a critic warm-up.
     """
     models = model_configs(cfg)
-    for role, optim in (("actor", cfg.actor_optim), ("critic", cfg.critic_optim)):
-        combinations.check(combinations.Role(ds=ds[role], model=models[role], optim=optim))
     shares_base = cfg.actor.lora.rank > 0 and not cfg.reference.path
     if shares_base:
         del models["reference"]
@@ -142,23 +156,31 @@ def build_roles(cfg: PPOConfig, language: Language, ds: dict[str, dict[str, Any]
     num_tokens = cfg.data.max_prompt_tokens + cfg.data.max_response_tokens
     wrapped: dict[str, Policy | ScalarModel] = {}
     for role, model_config in models.items():
-        with engine.zero3_init(ds[role]):
-            if role in ("actor", "reference"):
-                wrapped[role] = Policy(build_causal_lm(model_config, language.tokenizer, seed=cfg.run.seed))
-            else:
-                wrapped[role] = ScalarModel(build_reward_model(model_config, language.tokenizer, seed=cfg.run.seed))
+        is_policy, is_trained = role in ("actor", "reference"), role in ("actor", "critic")
+        with engine.zero3_init(ds[role], shares=is_trained and cfg.parallel.tp > 1):
+            build = build_causal_lm if is_policy else build_reward_model
+            model = build(model_config, language.tokenizer, seed=cfg.run.seed)
+        model = sharing.share(model) if is_trained else model
+        wrapped[role] = Policy(model) if is_policy else ScalarModel(model)
         check_length_fits(wrapped[role].config, num_tokens)
     actor_updates = num_updates * (cfg.max_steps - cfg.update.critic_warmup_steps) // cfg.max_steps
-    actor = TrainEngine(wrapped["actor"], ds=ds["actor"], optim=cfg.actor_optim, role="actor", num_steps=actor_updates)
+    actor = TrainEngine(wrapped["actor"], ds=ds["actor"], optim=cfg.actor_optim, role="actor", num_steps=actor_updates,
+                        tensor=sharing.tensor)  # fmt: skip
     return Roles(
         actor=actor,
         critic=TrainEngine(
-            wrapped["critic"], ds=ds["critic"], optim=cfg.critic_optim, role="critic", num_steps=num_updates
-        ),
+            wrapped["critic"],
+            ds=ds["critic"],
+            optim=cfg.critic_optim,
+            role="critic",
+            num_steps=num_updates,
+            tensor=sharing.tensor,
+        ),  # fmt: skip
         reference=(
             AdapterOff(actor)
             if shares_base
             else FrozenEngine(wrapped["reference"], ds=ds["reference"], role="reference")
         ),
         reward=FrozenEngine(wrapped["reward"], ds=ds["reward"], role="reward"),
+        sharing=sharing,
     )

@@ -9,7 +9,7 @@ from torch import Tensor
 from rlhf.data.batching import Batching
 from rlhf.data.collate import ResponseBatch, collate_responses
 from rlhf.data.dataset import PromptRow
-from rlhf.distributed import all_gather_objects, rank, world_size
+from rlhf.distributed import all_gather_objects, rank
 from rlhf.engine import FrozenEngine, TrainEngine
 from rlhf.models.scalar_head import scores_at
 from rlhf.ops import to_columns
@@ -166,7 +166,9 @@ def score_responses(
         engine.eval()
     mine: list[ScoredSequence] = []
     prompts = [(s.prompt.index, len(s.prompt.prompt_ids)) for s in samples]
-    for rows in batching.split([s.num_tokens for s in samples], world_size=world_size(), prompts=prompts)[rank()]:
+    sharers = roles.sharing.rows
+    shares = batching.split([s.num_tokens for s in samples], world_size=sharers.count, prompts=prompts)
+    for rows in shares[sharers.number]:
         chosen = [samples[i] for i in rows]
         batch = collate_responses(
             [list(map(int, sample.prompt.prompt_ids)) for sample in chosen],
@@ -205,7 +207,7 @@ def score_responses(
             )
     for engine in (roles.actor, roles.critic):
         engine.train()
-    return gather_sequences(mine)
+    return gather_sequences(mine, roles.sharing)
 
 
 def _judge(sample: Sample, voice: Voice, judges: Judges, *, score: float) -> tuple[str, float, float | None]:

@@ -23,17 +23,17 @@ from rlhf.distributed import all_gather_objects, all_max, device, device_type, r
 from rlhf.engine import setup
 from rlhf.memory import measure_growth
 from rlhf.models.build import read_config
+from rlhf.models.split import check_rollout_split
 from rlhf.plan import flops
-from rlhf.resumable import Stateful
 from rlhf.rollout.answers import Voice
 from rlhf.rollout.graphs import check_graphs
 from rlhf.rollout.plan import Demand, MemoryPlan
 from rlhf.rollout.selfcheck import check_greedy
-from rlhf.rollout.split import check_split
 from rlhf.rollout.vllm import VLLMEngine
 from rlhf.rollout.weights import Lending, choose_lending, lend_weights
 from rlhf.rules import rule_named
 from rlhf.run import Run
+from rlhf.sharing import share_rows
 from rlhf.stage import Language, choose_batching, choose_scoring, export_model, flop_shape, load_language
 from rlhf.watchdog import watched
 from step3_ppo.checks import kl_is_zero
@@ -50,6 +50,7 @@ from step3_ppo.roles import (
     load_ds_configs,
     model_configs,
     score_range,
+    trained_roles,
 )
 from step3_ppo.rollout import Judges, Sample, describe_decoding, roll_out, score_responses
 from step3_ppo.update import update
@@ -65,6 +66,7 @@ def train(cfg: PPOConfig) -> None:
     language = load_language(cfg.data, TokenizerConfig(), cfg.actor, stage="ppo")
     check_language(cfg, language)
     check_rollout(cfg, language, ds["actor"])
+    sharing = share_rows(trained_roles(cfg, ds), language.tokenizer)
     prompts = build_dataset(
         cfg.data, stage="ppo", part="train", template=language.template, tokenizer=language.tokenizer
     )
@@ -80,13 +82,17 @@ def train(cfg: PPOConfig) -> None:
     )
     run = Run.start(cfg, stage="step3_ppo", ds_configs=ds, num_steps=len(loader))
     run.write_data_report(prompts.report, report_lines(prompts.report))
-    roles = build_roles(cfg, language, ds, num_updates=cfg.num_updates)
+    roles = build_roles(cfg, language, ds, sharing, num_updates=cfg.num_updates)
     judges = make_judges(cfg)
     rows = held_out_rows(cfg, language)
     kl_coef, scale = KLCoefficient(cfg.kl), RunningScale()
     count = make_count(cfg, roles, run)
-    parts: dict[str, Stateful] = {"loader": loader, "kl_coef": kl_coef, "scale": scale}
-    checkpoints = Checkpoints(run, {"actor": roles.actor, "critic": roles.critic}, parts, language=language)
+    checkpoints = Checkpoints(
+        run,
+        {"actor": roles.actor, "critic": roles.critic},
+        {"loader": loader, "kl_coef": kl_coef, "scale": scale},
+        language=language,
+    )
     checkpoints.resume()
     voice = trusted_voice(roles, make_voice(cfg, language, roles), rows or [prompts[0]])
     dtype = "float8" if cfg.actor.float8 != "off" else ds_config.dtype_name(ds["actor"])
@@ -212,7 +218,7 @@ def check_rollout(cfg: PPOConfig, language: Language, actor_ds: Mapping[str, Any
     cfg.check_rollout(trained_in=trained_in, zero_stage=ds_config.zero_stage(actor_ds), world_size=world_size())
     config = read_config(model_configs(cfg)["actor"], language.tokenizer)
     if cfg.rollout.tensor_parallel is not None and cfg.rollout.tensor_parallel > 1:
-        check_split(config.to_dict(), cfg.rollout.tensor_parallel)
+        check_rollout_split(config.to_dict(), cfg.rollout.tensor_parallel)
     if cfg.rollout.graphs:
         check_graphs(config, device_type())
 

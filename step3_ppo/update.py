@@ -5,7 +5,7 @@ import logging
 import torch
 
 from rlhf.data.batching import Batching
-from rlhf.distributed import all_sum, rank, world_size
+from rlhf.distributed import all_sum
 from rlhf.ops import masked_sum
 from rlhf.rollout.answers import Voice
 from rlhf.rollout.importance import importance_weights
@@ -56,8 +56,8 @@ def update(
         minibatches = experience.minibatches(
             minibatch_size=config.minibatch_size,
             batching=batching,
-            rank=rank(),
-            world_size=world_size(),
+            rank=roles.sharing.rows.number,
+            world_size=roles.sharing.rows.count,
             seed=run.seed_for(f"shuffle {epoch}", step),
         )
         for number, minibatch in enumerate(minibatches):

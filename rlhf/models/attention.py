@@ -6,7 +6,8 @@ keyword `layout`, which transformers hands down to the attention function, it le
 then no mask to build.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
@@ -65,11 +66,30 @@ def _attention(
     layout: Layout | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    if layout is None:
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-        )
-    return _attend(layout, query, key, value, scaling=scaling, dropout=dropout), None
+    with _own_masks(module, query.device, dropout):
+        if layout is None:
+            return sdpa_attention_forward(
+                module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+            )
+        return _attend(layout, query, key, value, scaling=scaling, dropout=dropout), None
+
+
+@contextmanager
+def _own_masks(module: nn.Module, device: torch.device, dropout: float) -> Iterator[None]:
+    """Other dropout masks on each rank whose heads are a share (`models.tensor_parallel`).
+
+    Outside, the generators of these ranks run alike, because all else that is dropped is equal on them. The seed comes
+    from there too, so that a block that is computed again drops the same.
+    """
+    stream = getattr(module, "dropout_stream", None)
+    if stream is None or not dropout:
+        yield
+        return
+    seed = int(torch.randint(1 << 62, ()).item()) + stream
+    devices = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+        torch.manual_seed(seed)
+        yield
 
 
 @_outside_graphs

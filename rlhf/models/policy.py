@@ -23,6 +23,7 @@ from rlhf.data.packing import PackedLayout
 from rlhf.data.split_layout import SplitLayout
 from rlhf.distributed import device_type
 from rlhf.models.backbone import base_of, hidden_states
+from rlhf.models.tensor_parallel import SplitHead
 from rlhf.models.token_stats import TokenStats, token_stats
 from rlhf.ops import entropy_from_logits, transform_logits
 
@@ -54,7 +55,8 @@ class Policy(nn.Module):
         Args:
             model: the Hugging Face model.
             chunk_tokens: tokens whose logits exist at once; None: what suits device and vocabulary.
-            closed_form: computes the statistics where the distribution is the model's own, or at another temperature.
+            closed_form: computes the statistics where the distribution is the model's own, or at another temperature,
+                and the head is whole.
         """
         super().__init__()
         self.model = model
@@ -126,9 +128,14 @@ class Policy(nn.Module):
 
         def in_closed_form(hidden_SD: Tensor) -> tuple[Tensor, ...]:
             temperature = 1.0 if sampling is None else sampling.temperature
-            return self.closed_form(hidden_SD, head.weight, head.bias, token_S, temperature, self.chunk_tokens)
+            arguments = (hidden_SD, head.weight, head.bias, token_S, temperature, self.chunk_tokens)
+            return token_stats(*arguments, head.part) if isinstance(head, SplitHead) else self.closed_form(*arguments)
 
-        if type(head) is nn.Linear and has_plain_logits(self.config) and (sampling is None or _only_scales(sampling)):
+        if (
+            type(head) in (nn.Linear, SplitHead)
+            and has_plain_logits(self.config)
+            and (sampling is None or _only_scales(sampling))
+        ):
             logprob_S, entropy_S, greedy_S = _call_once(head, in_closed_form, hidden_SD)
         else:
             logprob_S, entropy_S, greedy_S = _in_chunks(

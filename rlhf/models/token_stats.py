@@ -5,13 +5,41 @@ forward and backward. What a chunk needs again is multiplied again, but for the 
 to the backward pass that begins with it.
 """
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from rlhf.distributed import Group
 from rlhf.models.linear import multiply
+
+
+@dataclass(frozen=True)
+class VocabularyPart:
+    """The rows of a head that this rank of a group has; behind the vocabulary's end follow rows without meaning."""
+
+    group: Group
+    first: int
+    """Token of the first row."""
+    num_real: int
+    """Rows that are tokens."""
+    vocab_size: int
+    """Of the whole."""
+
+    @classmethod
+    def of(cls, group: Group, *, num_rows: int, vocab_size: int) -> "VocabularyPart":
+        """Of a head that has equally many rows on each rank."""
+        first = group.rank * num_rows
+        return cls(group, first, min(max(vocab_size - first, 0), num_rows), vocab_size)
+
+    def place(self, token_S: Tensor) -> tuple[Tensor, Tensor]:
+        """Row of each token here, and whether it is a row here; else the row is 0."""
+        row_S = token_S - self.first
+        is_mine_S = (row_S >= 0) & (row_S < self.num_real)
+        return row_S.masked_fill(~is_mine_S, 0), is_mine_S
 
 
 class _TokenStats(torch.autograd.Function):
@@ -24,8 +52,10 @@ class _TokenStats(torch.autograd.Function):
         token_S: Tensor,
         temperature: float,
         chunk_tokens: int,
+        part: VocabularyPart | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         num_tokens = len(hidden_SD)
+        row_S, is_mine_S = (token_S, None) if part is None else part.place(token_S)
         logprob_S = torch.empty(num_tokens, dtype=torch.float32, device=hidden_SD.device)
         entropy_S, lse_S = torch.empty_like(logprob_S), torch.empty_like(logprob_S)
         greedy_S = torch.empty(num_tokens, dtype=torch.bool, device=hidden_SD.device)
@@ -33,30 +63,35 @@ class _TokenStats(torch.autograd.Function):
         weight_CV = torch.empty(0, device=hidden_SD.device)  # one block for all chunks
         for start in range(0, num_tokens, chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
-            logits_CV = _logits(hidden_SD[chunk], weight_VD, bias_V, temperature)
+            logits_CV = _logits(hidden_SD[chunk], weight_VD, bias_V, temperature, part)
             maximum_C1 = logits_CV.amax(dim=-1, keepdim=True)
+            if part is not None:
+                part.group.max_(maximum_C1)
             logits_CV -= maximum_C1
-            chosen_C = logits_CV.gather(-1, token_S[chunk, None]).squeeze(-1)
+            chosen_C = logits_CV.gather(-1, row_S[chunk, None]).squeeze(-1)
             weight_CV = torch.exp(logits_CV, out=weight_CV.resize_(logits_CV.shape))
             sum_C = weight_CV.sum(dim=-1)
+            # H = log sum - sum p x, with x the logits less their maximum; a logit of -inf has weight 0.
+            moment_C = torch.linalg.vecdot(weight_CV, logits_CV.clamp_(min=torch.finfo(torch.float32).min))
+            if part is not None:
+                chosen_C = torch.where(cast(Tensor, is_mine_S)[chunk], chosen_C, 0.0)
+                chosen_C, sum_C, moment_C = part.group.sum_(torch.stack([chosen_C, sum_C, moment_C]))
             log_sum_C = sum_C.log()
             logprob_S[chunk] = chosen_C - log_sum_C
-            # H = log sum - sum p x, with x the logits less their maximum; a logit of -inf has weight 0.
-            mean_C = torch.linalg.vecdot(weight_CV, logits_CV.clamp_(min=torch.finfo(torch.float32).min)) / sum_C
-            entropy_S[chunk] = log_sum_C - mean_C
+            entropy_S[chunk] = log_sum_C - moment_C / sum_C
             greedy_S[chunk] = chosen_C == 0
             lse_S[chunk] = log_sum_C + maximum_C1.squeeze(-1)
             if start + chunk_tokens >= num_tokens and any(ctx.needs_input_grad):
                 kept = weight_CV.div_(sum_C[:, None])
-        ctx.save_for_backward(hidden_SD, weight_VD, bias_V, token_S, lse_S, entropy_S, kept)
-        ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
+        ctx.save_for_backward(hidden_SD, weight_VD, bias_V, row_S, is_mine_S, lse_S, entropy_S, kept)
+        ctx.temperature, ctx.chunk_tokens, ctx.part = temperature, chunk_tokens, part
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(greedy_S)
         return logprob_S, entropy_S, greedy_S
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden_SD, weight_VD, bias_V, token_S, lse_S, entropy_S, kept = ctx.saved_tensors
+        hidden_SD, weight_VD, bias_V, row_S, is_mine_S, lse_S, entropy_S, kept = ctx.saved_tensors
         logprob_grad_S, entropy_grad_S = grads[:2]
         hidden_grad_SD = torch.empty_like(hidden_SD)
         # Sums over chunks in float32, whatever the type of the weights.
@@ -70,11 +105,12 @@ class _TokenStats(torch.autograd.Function):
             if kept is not None:
                 prob_CV, kept = kept, None
             else:
-                prob_CV = _logits(hidden_SD[chunk], weight_VD, bias_V, ctx.temperature)
+                prob_CV = _logits(hidden_SD[chunk], weight_VD, bias_V, ctx.temperature, ctx.part)
                 prob_CV = prob_CV.sub_(lse_S[chunk, None]).exp_()
             grad_CV = _logits_grad(
                 prob_CV,
-                token_S[chunk],
+                row_S[chunk],
+                None if is_mine_S is None else is_mine_S[chunk],
                 entropy_S[chunk],
                 None if logprob_grad_S is None else logprob_grad_S[chunk],
                 None if entropy_grad_S is None else entropy_grad_S[chunk],
@@ -89,6 +125,8 @@ class _TokenStats(torch.autograd.Function):
                 weight_grad_VD.addmm_(grad_CV.T, hidden_SD[chunk])  # a product apart would be as large as the weights
             else:
                 weight_grad_VD += grad_CV.T @ hidden_SD[chunk]
+        if ctx.part is not None:
+            ctx.part.group.sum_(hidden_grad_SD)
         return (
             hidden_grad_SD,
             weight_grad_VD.to(weight_VD.dtype),
@@ -96,17 +134,27 @@ class _TokenStats(torch.autograd.Function):
             None,
             None,
             None,
+            None,
         )
 
 
-def _logits(hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, temperature: float) -> Tensor:
-    """float32, the caller's to overwrite."""
+def _logits(
+    hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, temperature: float, part: VocabularyPart | None
+) -> Tensor:
+    """float32, the caller's to overwrite; -inf behind the vocabulary's end."""
     logits_CV = multiply(hidden_CD, weight_VD, bias_V).float()
+    if part is not None:
+        logits_CV[:, part.num_real :] = -math.inf
     return logits_CV.div_(temperature) if temperature != 1 else logits_CV
 
 
 def _logits_grad(
-    prob_CV: Tensor, token_C: Tensor, entropy_C: Tensor, logprob_grad_C: Tensor | None, entropy_grad_C: Tensor | None
+    prob_CV: Tensor,
+    row_C: Tensor,
+    is_mine_C: Tensor | None,
+    entropy_C: Tensor,
+    logprob_grad_C: Tensor | None,
+    entropy_grad_C: Tensor | None,
 ) -> Tensor:
     """g (onehot - p) for the log-probability, -h p (log p + H) for the entropy; overwrites prob_CV."""
     scale_C = torch.zeros_like(entropy_C) if logprob_grad_C is None else logprob_grad_C
@@ -117,14 +165,35 @@ def _logits_grad(
         log_CV = prob_CV.clamp(min=torch.finfo(torch.float32).tiny).log_()
         factor_CV = log_CV.add_(entropy_C[:, None]).mul_(entropy_grad_C[:, None]).add_(scale_C[:, None])
         grad_CV = prob_CV.mul_(factor_CV.neg_())
-    return grad_CV.scatter_add_(-1, token_C[:, None], scale_C[:, None])
+    mine_C = scale_C if is_mine_C is None else scale_C.masked_fill(~is_mine_C, 0)
+    return grad_CV.scatter_add_(-1, row_C[:, None], mine_C[:, None])
 
 
 TokenStats = Callable[[Tensor, Tensor, Tensor | None, Tensor, float, int], tuple[Tensor, Tensor, Tensor]]
 
-token_stats = cast(TokenStats, _TokenStats.apply)
-"""Of S tokens: logprob_S and entropy_S (float32, nats, with gradients) and greedy_S (token is a most likely one).
 
-Arguments: hidden_SD, weight_VD and bias_V of the head, token_S, temperature (logits are divided by it), and the most
-tokens of a chunk. No token gives empty results, and zero gradients.
-"""
+def token_stats(
+    hidden_SD: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    token_S: Tensor,
+    temperature: float,
+    chunk_tokens: int,
+    part: VocabularyPart | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of S tokens: logprob_S and entropy_S (float32, nats, with gradients) and greedy_S (token is a most likely one).
+
+    No token gives empty results, and zero gradients. With a part, all ranks of its group get the same numbers of the
+    same tokens, and the gradient of hidden_SD is the whole one on each; collective in the group, forward and backward.
+
+    Args:
+        hidden_SD: before the head; equal on all ranks of a group.
+        weight_VD: of the head, or this rank's rows of it.
+        bias_V: as the weight.
+        token_S: ids of the whole vocabulary.
+        temperature: logits are divided by it.
+        chunk_tokens: most tokens whose logits exist at once.
+        part: which rows of the head these are; None: all.
+    """
+    arguments = (hidden_SD, weight_VD, bias_V, token_S, temperature, chunk_tokens, part)
+    return cast(tuple[Tensor, Tensor, Tensor], _TokenStats.apply(*arguments))  # type: ignore[no-untyped-call]

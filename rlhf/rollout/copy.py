@@ -18,7 +18,7 @@ from rlhf.distributed import Group, device
 from rlhf.engine import FrozenEngine, TrainEngine
 from rlhf.models.backbone import base_of
 from rlhf.models.lora import adapter_weights, merged_weight
-from rlhf.rollout.tensor_parallel import Shares
+from rlhf.models.tensor_parallel import Shares, is_share
 
 # Weights that are gathered at a time, unless one alone has more: enough for collectives at full speed.
 BUCKET_WEIGHTS = 1 << 26
@@ -76,6 +76,8 @@ class GenerationCopy:
         cast(Any, self.model).generation_config = cast(Any, source).generation_config
         rank, num_ranks = (0, num_ranks) if group is None else (group.rank, group.size)
         self._shares = Shares(self.model, rank, num_ranks) if num_ranks > 1 else None
+        self._cuts = not any(is_share(entry.weight) for entry in self.sources)
+        """Whether shares are cut here; the weights may be shares of the same group as they are trained."""
         for entry in self.sources:
             self._set(entry, self._cut(entry, torch.empty(whole_shape(entry.weight), device="meta")))
         _take_buffers(self.model, source)
@@ -106,7 +108,7 @@ class GenerationCopy:
             parameter.data = torch.empty(0)
 
     def _cut(self, entry: _Source, value: Tensor) -> Tensor:
-        return value if self._shares is None else self._shares.cut(entry.names[0], value)
+        return value if self._shares is None or not self._cuts else self._shares.cut(entry.names[0], value)
 
     def _dtype(self, entry: _Source) -> torch.dtype:
         return self.dtype or entry.weight.dtype

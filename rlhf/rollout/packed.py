@@ -20,11 +20,13 @@ from transformers.pytorch_utils import Conv1D
 from rlhf.models.float8 import Float8Linear
 from rlhf.models.linear import FEWEST_WEIGHTS, FlatLinear, onednn_multiplies, product, reorder
 from rlhf.models.lora import is_adapted, merged_weight
+from rlhf.models.tensor_parallel import SplitHead, SummedConv1D, SummedLinear
 
 logger = logging.getLogger(__name__)
 
 # Rows that the order of the weights is chosen for. From 1 to 1000 rows, products are as fast as with their own number.
 PACKED_FOR_ROWS = 32
+_SHARED = (SummedLinear, SummedConv1D, SplitHead)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +51,7 @@ def packed_linears(model: nn.Module) -> Iterator[Packing]:
         model: whose weights are whole on this rank and are used without gradients.
     """
     start = time.perf_counter()
-    replaced: list[nn.Module] = []
+    replaced: list[tuple[nn.Module, str]] = []
     num_bytes = 0
     try:
         for layer in _layers_to_copy(model, device_type=next(model.parameters()).device.type):
@@ -58,15 +60,15 @@ def packed_linears(model: nn.Module) -> Iterator[Packing]:
             bias = cast(Tensor | None, layer.linear.bias)
             # The instance's attribute hides the class's method; hooks still run around it.
             make_forward = _packed_forward if layer.is_packed else _plain_forward
-            vars(layer.module)["forward"] = make_forward(weight_OI, bias)
-            replaced.append(layer.module)
+            vars(layer.module)[layer.method] = make_forward(weight_OI, bias if layer.adds_bias else None)
+            replaced.append((layer.module, layer.method))
             num_bytes += weight_OI.numel() * weight_OI.element_size()
         packing = Packing(num_layers=len(replaced), num_bytes=num_bytes, seconds=time.perf_counter() - start)
         _announce(packing.num_layers, num_bytes, seconds=packing.seconds)
         yield packing
     finally:
-        for module in replaced:
-            del vars(module)["forward"]
+        for module, method in replaced:
+            del vars(module)[method]
 
 
 def copied_bytes(model: nn.Module, *, device_type: str) -> int:
@@ -88,6 +90,16 @@ class _Layer:
     @property
     def weight(self) -> Tensor:
         return cast(Tensor, self.linear.weight)
+
+    @property
+    def method(self) -> str:
+        """What computes on the copy: of a layer that is shared with other ranks, its part alone."""
+        return "product" if isinstance(self.module, _SHARED) else "forward"
+
+    @property
+    def adds_bias(self) -> bool:
+        """Whether the method does; a sum over ranks is followed by it."""
+        return not isinstance(self.module, SummedLinear | SummedConv1D)
 
 
 def _layers_to_copy(model: nn.Module, *, device_type: str) -> Iterator[_Layer]:
@@ -127,10 +139,8 @@ def _plain_forward(weight_OI: Tensor, bias_O: Tensor | None) -> Callable[[Tensor
 
 def _is_linear(module: nn.Module) -> bool:
     """A layer that decodes as nn.Linear or GPT-2's Conv1D does, not a subclass with a forward of its own."""
-    return (
-        type(module).forward in (nn.Linear.forward, FlatLinear.forward, Float8Linear.forward, Conv1D.forward)
-        and cast(Tensor, module.weight).ndim == 2
-    )
+    known = type(module).forward in (nn.Linear.forward, FlatLinear.forward, Float8Linear.forward, Conv1D.forward)
+    return (known or isinstance(module, _SHARED)) and cast(Tensor, module.weight).ndim == 2
 
 
 _announced: set[tuple[int, int]] = set()

@@ -59,12 +59,12 @@ def plan_copy(copy: GenerationCopy, demand: Demand, *, num_ranks: int, device_ty
     )
 
 
-def plan_in_place(model: nn.Module, demand: Demand, *, device_type: str) -> MemoryPlan:
-    """Of the trained model itself, whose weights are whole on each rank."""
+def plan_in_place(model: nn.Module, demand: Demand, *, num_ranks: int = 1, device_type: str) -> MemoryPlan:
+    """Of the trained model itself, whose weights are whole on each rank or in shares of `num_ranks`."""
     return MemoryPlan(
         weights=0,
         gathered=0,
-        cache=cache_bytes(model, demand, num_ranks=1, device_type=device_type),
+        cache=cache_bytes(model, demand, num_ranks=num_ranks, device_type=device_type),
         packed=copied_bytes(model, device_type=device_type),
     )
 

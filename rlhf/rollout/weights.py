@@ -14,9 +14,9 @@ from rlhf.distributed import Group, all_max, device, group_of, world_size
 from rlhf.engine import FrozenEngine, TrainEngine
 from rlhf.memory import free_bytes
 from rlhf.models.backbone import base_of
+from rlhf.models.split import check_rollout_split
 from rlhf.rollout.copy import GenerationCopy
 from rlhf.rollout.plan import Demand, MemoryPlan, megabytes, plan_copy, plan_in_place, plan_layerwise
-from rlhf.rollout.split import check_split
 
 logger = logging.getLogger(__name__)
 
@@ -71,11 +71,12 @@ def lend_weights(engine: Engine, lending: Lending) -> Iterator[Lent]:
             yield Lent(model=cast(nn.Module, policy.model), all_ranks_running=any_rank_running)
     elif _lends_itself(engine, lending):
         with engine.generation_module() as policy:
-            yield Lent(model=cast(nn.Module, policy.model))
+            yield Lent(model=cast(nn.Module, policy.model), group=trained_by(engine))
     else:
-        copy = GenerationCopy(_model(engine), dtype=lending.dtype, group=lending.group)
+        group = trained_by(engine) or lending.group
+        copy = GenerationCopy(_model(engine), dtype=lending.dtype, group=group)
         try:
-            yield Lent(model=copy.fill(engine), group=lending.group)
+            yield Lent(model=copy.fill(engine), group=group)
         finally:
             copy.clear()
             engine.release_cache()
@@ -83,6 +84,11 @@ def lend_weights(engine: Engine, lending: Lending) -> Iterator[Lent]:
 
 def _model(engine: Engine) -> nn.Module:
     return cast(nn.Module, engine.module.model)
+
+
+def trained_by(engine: Engine) -> Group | None:
+    """The ranks that have a share of the weights each in training, and so in a rollout; None: each has all."""
+    return engine.tensor if isinstance(engine, TrainEngine) and engine.tensor.size > 1 else None
 
 
 def _trained_in(engine: Engine) -> torch.dtype:
@@ -128,13 +134,16 @@ def choose_lending(
         if tried[-1][2].peak <= USABLE_FRAC * free:
             break
     else:
-        if weights != "gathered" and tensor_parallel in (None, 1) and engine.is_sharded and dtype is None:
+        is_free = tensor_parallel in (None, 1) and trained_by(engine) is None
+        if weights != "gathered" and is_free and engine.is_sharded and dtype is None:
             tried.append((Lending(layerwise=True), 1, _plan_layerwise(engine, demand)))
     lending, num_ranks, plan = tried[-1]
     if plan.peak > USABLE_FRAC * free:
         raise ValueError(_does_not_fit(min(tried, key=lambda entry: entry[2].peak)[2], free))
     how = "gathered layer by layer in each forward" if lending.layerwise else "whole on each rank"
-    if num_ranks > 1:
+    if trained_by(engine) is not None:
+        how = f"in the shares of {num_ranks} ranks that they are trained in"
+    elif num_ranks > 1:
         lending, how = replace(lending, group=group_of(num_ranks)), f"shared by {num_ranks} ranks"
     logger.info(
         "rollout: weights %s%s; planned for each rank: %s (%s; %d rows of up to %d tokens), free: %s",
@@ -152,18 +161,20 @@ def choose_lending(
 def _group_sizes(engine: Engine, weights: str, tensor_parallel: int | None) -> list[int]:
     """Numbers of ranks that may share a copy, in the order of trial."""
     shape = cast(Any, base_of(_model(engine))).config.to_dict()
+    if (group := trained_by(engine)) is not None:
+        return [group.size]
     if weights == "layerwise":
         return []
     if tensor_parallel is not None or weights == "gathered":
         if tensor_parallel is not None and tensor_parallel > 1:
-            check_split(shape, tensor_parallel)
+            check_rollout_split(shape, tensor_parallel)
         return [tensor_parallel or 1]
     return [1, *(n for n in range(2, world_size() + 1) if world_size() % n == 0 and _can_split(shape, n))]
 
 
 def _can_split(shape: dict[str, Any], num_ranks: int) -> bool:
     try:
-        check_split(shape, num_ranks)
+        check_rollout_split(shape, num_ranks)
     except ValueError:
         return False
     return True
@@ -171,8 +182,8 @@ def _can_split(shape: dict[str, Any], num_ranks: int) -> bool:
 
 def _plan(engine: Engine, demand: Demand, dtype: torch.dtype | None, num_ranks: int) -> MemoryPlan:
     model, device_type = _model(engine), device().type
-    if num_ranks == 1 and _lends_itself(engine, Lending(dtype=dtype)):
-        return plan_in_place(model, demand, device_type=device_type)
+    if (num_ranks == 1 or trained_by(engine)) and _lends_itself(engine, Lending(dtype=dtype)):
+        return plan_in_place(model, demand, num_ranks=num_ranks, device_type=device_type)
     copy = GenerationCopy(model, dtype=dtype, num_ranks=num_ranks)
     return plan_copy(copy, demand, num_ranks=num_ranks, device_type=device_type)
 

@@ -70,10 +70,11 @@ LAYERS = (
         "resumable",
         "engine_memory",
         "optimizers",
+        "mpu",
         "profile",
     ),
     ("engine", "run", "rollout", "checkpoint", "model_folder"),
-    ("stage", "bench", "from_state", "links"),
+    ("sharing", "stage", "bench", "from_state", "links"),
     ("show", "cli"),
 )
 # Beside every module whose docstring says "No torch".

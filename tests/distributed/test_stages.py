@@ -44,12 +44,16 @@ EPS = 1e-5
 TWO_RANKS = ("cpu_zero0", "cpu_zero3")
 # Both ranks on every row.
 ONE_GROUP = "cpu_zero3_sp2"
+# Half of every model's weights on each.
+HALVES = ("cpu_zero0_tp2", "cpu_zero1_tp2", "cpu_zero3_tp2")
 # DeepSpeed JSON of the actor, and how its weights come to the decoder.
 ACTORS: dict[str, tuple[str, dict[str, Any]]] = {
     "whole": ("cpu_zero0", {}),
     "gathered": ("cpu_zero3_hybrid", {}),
     "layerwise": ("cpu_zero3", {"rollout__weights": "layerwise"}),
     "shared": ("cpu_zero3", {"rollout__tensor_parallel": 2}),
+    "in halves": ("cpu_zero0", {"parallel__tp": 2}),
+    "halves in shards": ("cpu_zero3", {"parallel__tp": 2, "rollout__old_logprobs": "rescore"}),
 }
 
 
@@ -141,6 +145,9 @@ def supervised_job(folder: Path) -> str:
         sft(folder, name)
         reward(folder, name)
     sft(folder, "cpu_zero3", parallel__sp=2, run__out_dir=str(folder / f"sft_{ONE_GROUP}_2"))
+    for name in HALVES:
+        sft(folder, name.removesuffix("_tp2"), parallel__tp=2, run__out_dir=str(folder / f"sft_{name}_2"))
+        reward(folder, name.removesuffix("_tp2"), parallel__tp=2, run__out_dir=str(folder / f"rm_{name}_2"))
     return broken_on_rank_1(folder)
 
 
@@ -217,9 +224,9 @@ def assert_same_weights(one: Path, two: Path, *, weight: float) -> None:
     assert gaps.max().item() < weight and gaps.mean().item() < weight / 20, (gaps.max(), gaps.mean())
 
 
-@pytest.mark.parametrize("name", [*TWO_RANKS, ONE_GROUP])
+@pytest.mark.parametrize("name", [*TWO_RANKS, ONE_GROUP, *HALVES])
 def test_step1_is_one_trajectory(runs: Runs, name: str) -> None:
-    """1 rank x 4 micro-batches = 2 ranks x 2, ZeRO-0 and ZeRO-3 = 2 ranks on each of 4, which share its tokens.
+    """1 rank x 4 micro-batches = 2 ranks x 2, ZeRO-0 and ZeRO-3 = 2 ranks on each of 4, which share tokens or weights.
 
     Sums in another order, through 8 AdamW steps.
     """
@@ -232,7 +239,7 @@ def test_step1_is_one_trajectory(runs: Runs, name: str) -> None:
     assert (one / "samples.jsonl").read_text() == (two / "samples.jsonl").read_text()
 
 
-@pytest.mark.parametrize("name", TWO_RANKS)
+@pytest.mark.parametrize("name", [*TWO_RANKS, *HALVES])
 def test_step2_is_one_trajectory(runs: Runs, name: str) -> None:
     """K ranked answers; the normalising answers are the same, and so its two constants."""
     runs.after(supervised_job)
@@ -257,7 +264,17 @@ def test_step3_is_one_trajectory(runs: Runs, way: str) -> None:
     assert_same_run(one, two, rel=1e-4, weight=2e-5)
     assert_same_weights(one / "critic", two / "critic", weight=2e-5)
     log = (two / "log.txt").read_text()
-    assert {"layerwise": "layer by layer", "shared": "shared by 2 ranks"}.get(way, "whole on each rank") in log
+    halves = "in the shares of 2 ranks that they are trained in"
+    ways = {
+        "layerwise": "layer by layer",
+        "shared": "shared by 2 ranks",
+        "in halves": halves,
+        "halves in shards": halves,
+    }
+    assert (
+        f"rollout: weights {ways.get(way, 'whole on each rank')}".replace("weights layer", "weights gathered layer")
+        in log
+    )
     assert (two / "critic/manifest.json").is_file()
 
 

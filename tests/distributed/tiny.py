@@ -84,14 +84,15 @@ def loss_sum(model: Any, rows: list[Tensor]) -> Tensor:
 
 def engine_of(
     model: nn.Module, name: str, *, num_steps: int = 20, role: str = "policy", changes: dict[str, Any] | None = None,
-    **optim: Any,
+    tensor: distributed.Group | None = None, **optim: Any,
 ) -> TrainEngine:  # fmt: skip
     """A TrainEngine on a packaged JSON, with changes to its `zero_optimization` and other sections."""
     ds = ds_config.load(name)
     for section, values in (changes or {}).items():
         ds[section] = {**ds.get(section, {}), **values} if isinstance(values, dict) else values
     fields = {"lr": 1e-3, "schedule": "constant", "warmup_frac": 0.0, "clip_norm": 0.0}
-    return TrainEngine(model, ds=ds, optim=OptimConfig(**{**fields, **optim}), role=role, num_steps=num_steps)
+    settings = OptimConfig(**{**fields, **optim})
+    return TrainEngine(model, ds=ds, optim=settings, role=role, num_steps=num_steps, tensor=tensor)
 
 
 def train_step(engine: TrainEngine, rows: list[Tensor], num_micro: int = 1) -> tuple[float, Any]:

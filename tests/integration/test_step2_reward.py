@@ -149,9 +149,9 @@ def test_scores_are_normalised_on_the_policys_answers(
     seen: list[list[Answer]] = []
     score_answers = normalise.score_answers
 
-    def spy(reward: Any, language: Any, batching: Any, answers: list[Answer]) -> list[float]:
+    def spy(reward: Any, language: Any, batching: Any, sharing: Any, answers: list[Answer]) -> list[float]:
         seen.append(answers)
-        return score_answers(reward, language, batching, answers)
+        return score_answers(reward, language, batching, sharing, answers)
 
     monkeypatch.setattr(normalise, "score_answers", spy)
     changes = {"data__split__reward": 0.7, "data__split__ppo": 0.3, "normalise__policy": str(policy)}

@@ -46,6 +46,7 @@ def test_tiny_cpu_has_none(tmp_path: Path) -> None:
         ("--ppo.gold_rule=politness", "gold_rule=politness: there is no such rule. Use one of .*politeness"),
         ("--ppo.rollout.tensor_parallel=3", "step3_ppo: rollout.tensor_parallel=3 does not divide the 2 ranks"),
         ("--sft.parallel.sp=3", "step1_sft: parallel.sp=3 does not divide the number of ranks, 2. Use a divisor of it"),
+        ("--reward.parallel.tp=3", "step2_reward: parallel.tp=3 does not divide the number of ranks, 2. Use a divisor"),
         ("--ppo.rollout.dtype=bfloat16", "step3_ppo: rollout.dtype=bfloat16, but the actor is trained in float32"),
         ("--ppo.data.split.seed=3", "step3_ppo: data.split=.*a prompt could stand in both"),
         ("--reward.data.template=plain", "step2_reward: data.template=plain, but step1_sft uses auto"),
@@ -76,6 +77,24 @@ def test_heads_that_cannot_be_shared(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "step1_sft: parallel.sp=2: the model's 3 attention heads do not divide over 2 ranks" in found
 
 
+def test_weights_that_cannot_be_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In all stages, for both models of step 3; by family, heads, optimiser and DeepSpeed JSON."""
+    overrides = [f"--{stage}.parallel.tp=2" for stage in ("sft", "reward", "ppo")]
+    assert problems(tmp_path, overrides=overrides) == ""
+    found = problems(tmp_path, overrides=[*overrides, "--ppo.critic_optim.name=muon", "--sft.deepspeed=cpu_bf16"])
+    refused = "parallel.tp (weights shared) does not go with"
+    assert f"step3_ppo: deepspeed.critic: {refused} optim.name=muon (Muon)" in found
+    assert f"step1_sft: deepspeed: {refused} zero_optimization.stage=0 (ZeRO-0) and bf16.enabled (bf16)" in found
+    monkeypatch.setattr(preflight, "_origin", lambda *_: {"model_type": "bloom", "n_head": 4})
+    found = problems(tmp_path, overrides=overrides)
+    for stage, name in (("step1_sft", "model"), ("step2_reward", "model"), ("step3_ppo", "actor")):
+        assert f"{stage}: parallel.tp=2 for {name}: models of model_type bloom cannot be split" in found
+    monkeypatch.setattr(preflight, "_origin", lambda *_: {"model_type": "llama", "num_attention_heads": 3})
+    assert "parallel.tp=2 for actor: the model's 3 attention heads do not divide" in problems(
+        tmp_path, overrides=overrides
+    )
+
+
 def test_all_at_once(tmp_path: Path) -> None:
     overrides = ["--sft.deepspeed=zero4", "--ppo.gold_rule=x", "--reward.model.path=./none"]
     assert len(problems(tmp_path, overrides=overrides).splitlines()) == 3
@@ -104,7 +123,7 @@ def test_hybrid_engine_limit(tmp_path: Path) -> None:
 
 
 def test_float8_needs_torchao(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    overrides = ["--ppo.actor.float8=rowwise"]
+    overrides = ["--ppo.actor.float8=rowwise", "--ppo.rollout.old_logprobs=rescore"]
     find = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *more: None if name == "torchao" else find(name, *more)

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from rlhf import stage
-from rlhf.config import DataConfig, ModelConfig, ParallelConfig, SourceConfig
+from rlhf.config import DataConfig, ModelConfig, SourceConfig
 from rlhf.data.template import load_template
 from rlhf.models.build import train_bpe
-from rlhf.stage import Language, choose_batching, choose_scoring, join_group
+from rlhf.stage import Language, choose_batching, choose_scoring
 
 OPT = {"model_type": "opt", "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "ffn_dim": 16}
 BLOOM = {"model_type": "bloom", "hidden_size": 32, "n_head": 2, "n_layer": 1}
@@ -42,32 +42,6 @@ def test_asking_for_it_with_a_model_that_cannot_names_the_family(language: Langu
     with pytest.raises(ValueError, match="packing is `on`, but bloom with attention=sdpa cannot read packed rows"):
         choose(language, ModelConfig(config=OPT), ModelConfig(config=BLOOM), packing="on")
     assert choose(language, ModelConfig(config=OPT), packing="on").packed
-
-
-LLAMA = {"model_type": "llama", "hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 1}
-
-
-@pytest.mark.parametrize(
-    ("config", "num_ranks", "message"),
-    [
-        (OPT, 3, "parallel.sp=2 does not divide the number of ranks, 3. Use a divisor of it, or start a multiple of 2"),
-        (BLOOM, 4, "parallel.sp=2 shares packed rows .* model_type bloom cannot read them: .*opt.* Use parallel.sp=1"),
-        ({**OPT, "num_attention_heads": 1}, 4, "parallel.sp=2: the model's 1 attention heads do not divide over 2"),
-        (LLAMA, 4, "parallel.sp=2: the model's 1 key and value heads do not divide over 2 ranks"),
-        ({**LLAMA, "model_type": "mistral", "sliding_window": 8}, 4, "mistral cannot read them: .*sliding window"),
-    ],
-)
-def test_rows_that_ranks_cannot_share(
-    language: Language, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], num_ranks: int, message: str
-) -> None:
-    monkeypatch.setattr(stage, "world_size", lambda: num_ranks)
-    with pytest.raises(ValueError, match=message):
-        join_group(ParallelConfig(sp=2), ModelConfig(config=config), language)
-
-
-def test_rows_that_no_rank_shares_suit_every_model(language: Language) -> None:
-    group = join_group(ParallelConfig(), ModelConfig(config=BLOOM), language)
-    assert (group.rank, group.size, group.number, group.count) == (0, 1, 0, 1)
 
 
 def scoring(language: Language, config: dict[str, Any], *, dtype: str = "float32", **data: Any) -> Any:

@@ -4,10 +4,13 @@ import pytest
 import torch
 
 from rlhf.data.batching import Batching
+from rlhf.distributed import group_of
+from rlhf.sharing import Sharing
 from step3_ppo.config import GAEConfig
 from step3_ppo.experience import Experience, ScoredSequence, gather_sequences, right_pad, sequence_mask, to_experience
 
 Make = Callable[..., ScoredSequence]
+ALONE = Sharing(sequence=group_of(1), tensor=group_of(1))
 LENGTHS = (3, 1, 5, 2, 4, 1, 7)
 
 
@@ -96,7 +99,7 @@ def test_sharing_prompts_changes_no_minibatch(sequence: Make) -> None:
 
 def test_sequences_are_in_one_order_whatever_rank_made_them(sequence: Make) -> None:
     rows = [sequence((3, 0), 1), sequence((1, 1), 2), sequence((1, 0), 3)]
-    assert [s.key for s in gather_sequences(rows)] == [(1, 0), (1, 1), (3, 0)]
+    assert [s.key for s in gather_sequences(rows, ALONE)] == [(1, 0), (1, 1), (3, 0)]
 
 
 def test_mask_and_padding(sequence: Make) -> None:

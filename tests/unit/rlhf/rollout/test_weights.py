@@ -60,7 +60,7 @@ def test_as_many_ranks_as_asked(choose):
     assert choose(10**9, tensor_parallel=1)[0] == Lending()
     assert choose(10**9, weights="layerwise")[0] == Lending(layerwise=True)
     assert choose(10**9, dtype=torch.float32)[0] == Lending(), "the trained type is no other type"
-    with pytest.raises(ValueError, match="bloom cannot be split for generation"):
+    with pytest.raises(ValueError, match="bloom cannot be split over ranks"):
         choose(10**9, family="bloom", tensor_parallel=2)
 
 

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlhf.rollout.split import FAMILIES, check_split
-from rlhf.rollout.tensor_parallel import Shares
+from rlhf.models.split import FAMILIES, check_rollout_split
+from rlhf.models.tensor_parallel import Shares
 
 LLAMA = {"model_type": "llama", "num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 64}
 
@@ -22,12 +22,12 @@ LLAMA = {"model_type": "llama", "num_attention_heads": 8, "num_key_value_heads":
 )
 def test_what_cannot_be_split_is_refused(shape, num_ranks, message):
     with pytest.raises(ValueError, match=message):
-        check_split(shape, num_ranks)
+        check_rollout_split(shape, num_ranks)
 
 
 def test_what_can_be_split():
-    check_split(LLAMA, 2)
-    check_split({"model_type": "gpt2", "n_head": 12, "n_inner": None}, 4)
+    check_rollout_split(LLAMA, 2)
+    check_rollout_split({"model_type": "gpt2", "n_head": 12, "n_inner": None}, 4)
 
 
 def test_shares_worked_by_hand():

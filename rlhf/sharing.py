@@ -1,0 +1,74 @@
+"""Which ranks work on the same rows: those that share each row's tokens, or those that share the model's weights."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from rlhf import combinations
+from rlhf.combinations import Role
+from rlhf.distributed import Group, group_of, world_size
+from rlhf.models.attention import FAMILIES, takes_layout
+from rlhf.models.build import read_config
+from rlhf.models.split import check_heads, check_training_split
+from rlhf.models.tensor_parallel import share_model
+
+T = TypeVar("T")
+Model = TypeVar("Model", bound=nn.Module)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharing:
+    """This rank's groups; at most one of them has more than one rank."""
+
+    sequence: Group
+    """Each has a part of a row's tokens."""
+    tensor: Group
+    """Each has a share of every large weight."""
+
+    @property
+    def rows(self) -> Group:
+        """The ranks that are given the same rows."""
+        return self.tensor if self.tensor.size > 1 else self.sequence
+
+    def one_of_each(self, parts: Sequence[T]) -> Sequence[T]:
+        """Of what all ranks have said of their rows, in rank order, what the first rank of each group has."""
+        return parts[:: self.rows.size]
+
+    def share(self, model: Model) -> Model:
+        """Leave this rank its share of the weights of a model that is whole on all ranks; gives it back."""
+        share_model(model, self.tensor)
+        return model
+
+
+def share_rows(models: Mapping[str, Role], tokenizer: PreTrainedTokenizerBase) -> Sharing:
+    """The groups that the stage's `parallel` asks for. Collective.
+
+    Args:
+        models: that are trained, by the name of their section.
+        tokenizer: of the models.
+
+    Raises:
+        ValueError: the ranks or a model's heads do not divide, or it cannot be shared so.
+    """
+    parallel = next(iter(models.values())).parallel
+    parallel.check_ranks(world_size())
+    for name, trained in models.items():
+        combinations.check(trained)
+        if parallel.sp == parallel.tp == 1:
+            continue
+        config = read_config(trained.model, tokenizer)
+        shape = config.get_text_config().to_dict()
+        if parallel.sp > 1:
+            said = f"parallel.sp={parallel.sp}"
+            if not takes_layout(config):
+                raise ValueError(
+                    f"{said} shares packed rows between ranks, but a model of model_type {config.model_type} cannot "
+                    f"read them: that takes one of the families {', '.join(FAMILIES)} without a sliding window. Use "
+                    "parallel.sp=1 or another model."
+                )
+            check_heads(shape, parallel.sp, said=said)
+        check_training_split(shape, parallel.tp, name=name)
+    return Sharing(sequence=group_of(parallel.sp), tensor=group_of(parallel.tp))

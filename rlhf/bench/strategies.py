@@ -81,6 +81,11 @@ def strategies(number: int, ranks: int, dtype: str) -> list[Strategy]:
     if importlib.util.find_spec("bitsandbytes") is not None:
         eight_bit = _optimizer(number, "adamw_8bit")
         found.append(Strategy(name="ZeRO-2, 8-bit moments", zero={"stage": 2}, stage=eight_bit))
+    if ranks % 2 == 0:
+        halves = {"parallel.tp": 2}
+        # DeepSpeed's clip of 16-bit gradients at stage 0 does not know of shares.
+        stages = (0, 1, 3) if dtype == "fp32" else (1, 3)
+        found += [Strategy(name=f"ZeRO-{stage}, TP 2", zero={"stage": stage}, stage=halves) for stage in stages]
     if number == 1 and ranks > 1:
         shared = {"parallel.sp": ranks}
         found += [

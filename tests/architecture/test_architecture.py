@@ -69,9 +69,11 @@ LAYERS = (
         "resumable",
         "engine_memory",
         "optimizers",
+        "mpu",
+        "tensor_checks",
         "profile",
     ),
-    ("engine", "run", "rollout", "checkpoint", "model_folder"),
+    ("engine", "run", "sharing", "rollout", "checkpoint", "model_folder"),
     ("stage", "bench", "from_state", "links"),
     ("show", "cli"),
 )

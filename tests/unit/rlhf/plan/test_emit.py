@@ -54,6 +54,8 @@ def write(made: Setting, folder: Path) -> list[str]:
         (8, {"zero": 2, "recompute": "none", "prompt": 128, "response": 384, "lora": 64}),
         (8, {"zero": 3, "offload": True, "dtype": "fp16"}),
         (8, {"recompute": "selective"}),
+        (8, {"tensor": 2, "zero": 1}),
+        (16, {"tensor": 4}),
         (1, {"zero": 0, "lora": 16}),
     ],
 )
@@ -120,7 +122,7 @@ def test_what_does_not_fit_is_changed_first(tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"tensor": 8}, "cannot write tensor 8"),
+        ({"tensor": 2, "pipeline": 2}, "cannot write tensor 2 with norms split x pipeline 2"),
         ({"dtype": "fp8"}, "cannot write fp8"),
     ],
 )

@@ -90,6 +90,11 @@ def strategies(number: int, ranks: int, dtype: str) -> list[Strategy]:
                      stage={"rollout.old_logprobs": "rescore"} if number == 3 else {})
             for recipe in ("tensorwise", "rowwise")
         ]  # fmt: skip
+    if ranks % 2 == 0:
+        halves = {"parallel.tp": 2}
+        # DeepSpeed's clip of 16-bit gradients at stage 0 does not know of shares.
+        stages = (0, 1, 3) if dtype == "fp32" else (1, 3)
+        found += [Strategy(name=f"ZeRO-{stage}, TP 2", zero={"stage": stage}, stage=halves) for stage in stages]
     if number == 1 and ranks > 1:
         shared = {"parallel.sp": ranks}
         found += [

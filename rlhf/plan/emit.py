@@ -62,7 +62,7 @@ def emit(setting: Setting, folder: Path, *, template: Template, load: LoadJson) 
     """Write a recipe that runs the setting, all of it or nothing.
 
     Args:
-        setting: what is run; its layouts split data alone, step 1's rows too.
+        setting: what is run; its layouts split data and weights, or data and step 1's rows.
         folder: new.
         template: whose other settings are kept.
         load: reads a DeepSpeed JSON by name or path.
@@ -76,9 +76,16 @@ def emit(setting: Setting, folder: Path, *, template: Template, load: LoadJson) 
     """
     if folder.exists() and any(folder.iterdir() if folder.is_dir() else [folder]):
         raise FileExistsError(f"--emit {folder} is not empty. Name a new folder.")
-    _check(replace(setting.sft.layout, context=1))
+    sft, ppo = setting.sft.layout, setting.ppo
+    _check(replace(sft, context=1) if sft.tensor == 1 else sft)
     _check(setting.preference.layout)
-    _check(setting.ppo.actor)
+    for trained in (ppo.actor, ppo.critic):
+        _check(trained)
+    if ppo.actor.tensor != ppo.critic.tensor:
+        raise ValueError(
+            f"--emit cannot write tensor {ppo.actor.tensor} for the actor and {ppo.critic.tensor} for the critic: this "
+            "code shares the weights of both alike. Plan the same for both."
+        )
     texts = _texts(setting, folder, template, load)
     folder.parent.mkdir(parents=True, exist_ok=True)
     part = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
@@ -97,10 +104,12 @@ def emit(setting: Setting, folder: Path, *, template: Template, load: LoadJson) 
 
 
 def _check(layout: Layout) -> None:
-    if layout.model_ranks > 1:
+    if layout.pipeline > 1 or layout.context > 1 or layout.sequence_parallel:
+        split = " with norms split" if layout.sequence_parallel else ""
         raise ValueError(
-            f"--emit cannot write tensor {layout.tensor} x pipeline {layout.pipeline} x context {layout.context}: this "
-            "code divides data alone, and rows in step 1 alone. Plan without them."
+            f"--emit cannot write tensor {layout.tensor}{split} x pipeline {layout.pipeline} x context "
+            f"{layout.context}: this code divides data, weights (tensor), and rows in step 1 alone where weights are "
+            "not. Plan without the others."
         )
     if layout.dtype not in ("bf16", "fp16", "fp32", "fp8"):
         raise ValueError(f"--emit cannot write {layout.dtype}: this code trains in bf16, fp16, fp32 or fp8.")
@@ -168,8 +177,14 @@ def _fill_training(doc: dict[str, Any], training: Training) -> None:
     doc["global_batch_size"] = layout.global_batch
     doc["epochs"] = training.epochs
     _fill_model(doc["model"], layout)
-    if layout.context > 1:
-        doc["parallel"] = {"sp": layout.context}
+    _fill_parallel(doc, layout)
+
+
+def _fill_parallel(doc: dict[str, Any], layout: Layout) -> None:
+    sizes = {"sp": layout.context, "tp": layout.tensor}
+    doc.pop("parallel", None)
+    if any(size > 1 for size in sizes.values()):
+        doc["parallel"] = {name: size for name, size in sizes.items() if size > 1}
 
 
 def _fill_model(model: dict[str, Any], layout: Layout) -> None:
@@ -204,7 +219,8 @@ def _fill_ppo(doc: dict[str, Any], setting: Setting) -> None:
     while prompts * samples % ppo.minibatch:
         prompts += 1
     doc["rollout"].update(prompts_per_step=prompts, batch_size=ppo.decode_batch)
-    if not ppo.hybrid and ppo.actor.sharded:
+    _fill_parallel(doc, ppo.actor)
+    if not ppo.hybrid and ppo.actor.sharded and ppo.actor.tensor == 1:
         doc["rollout"]["weights"] = "layerwise"
     doc["update"].update(minibatch_size=ppo.minibatch, epochs=ppo.epochs)
     doc["max_steps"] = max(1, round(ppo.prompts / (prompts * samples)))

@@ -72,8 +72,9 @@ class Setting:
 
 
 def stack_of(layout: Layout) -> Stack:
-    """This code, or for tensor, pipeline and context parallelism, which it has not, a program like Megatron-Core."""
-    return OURS if layout.model_ranks == 1 else MEGATRON_CORE
+    """This code, or for what it has not (pipelines, norms split over a tensor group), a program like Megatron-Core."""
+    ours = layout.pipeline == layout.context == 1 and not layout.sequence_parallel
+    return OURS if ours else MEGATRON_CORE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,20 +116,26 @@ def from_models(actor: str, reward: str, device: Device, gpus: int, choices: Cho
         gpus=gpus, length=length, micro_batch=choices.micro_batch, zero=zero, recompute=recompute,  # type: ignore[arg-type]
         recompute_budget=choices.recompute_budget if recompute != "none" else 0.0,
         dtype=choices.dtype, lora=choices.lora, tensor=choices.tensor, pipeline=choices.pipeline,
-        virtual=choices.virtual, sequence_parallel=choices.tensor > 1, offload_optimizer=choices.offload,
+        virtual=choices.virtual, sequence_parallel=choices.tensor > 1 and choices.pipeline > 1,
+        offload_optimizer=choices.offload,
         offload_weights=choices.offload and zero == 3, offload_activations=choices.offload_activations,
     )  # fmt: skip
     main = with_batch(main, choices.global_batch)
     small = Layout(gpus=gpus, length=length, micro_batch=choices.micro_batch, dtype=choices.dtype)
     small = with_batch(small, choices.global_batch)
+    # Actor and critic are shared alike; frozen roles are whole on a rank, or spread by ZeRO-3.
+    ours = stack_of(main) is OURS
+    critic = with_batch(replace(small, tensor=main.tensor), choices.global_batch) if ours else small
+    reference = replace(main, lora=0, offload_optimizer=False)
+    if ours:
+        reference = with_batch(replace(reference, tensor=1), choices.global_batch)
     prompts_per_step = max(512, gpus)
     return Setting(
         name=f"{actor}, {reward}", actor=policy, reward=scorer, device=device, gpus=gpus, prompt=choices.prompt,
         response=choices.response, sft=Training(layout=main, rows=choices.demonstrations, epochs=choices.epochs),
         preference=Training(layout=small, rows=choices.pairs, epochs=choices.epochs),
         ppo=Policy(
-            actor=main, critic=small, reward=replace(small, dtype=small.stored),
-            reference=replace(main, lora=0, offload_optimizer=False),
+            actor=main, critic=critic, reference=reference, reward=replace(small, dtype=small.stored),
             prompts=choices.prompts, prompts_per_step=prompts_per_step, decode_batch=64, score_batch=SCORE_ROWS,
             minibatch=main.global_batch, hybrid=2 * policy.parameters / main.tensor < WHOLE * device.memory,
         ),
@@ -173,8 +180,9 @@ def from_recipe(
     prompt, response = int(ppo["data"]["max_prompt_tokens"]), int(ppo["data"]["max_response_tokens"])
 
     def layout(
-        config: Mapping[str, Any], model: Mapping[str, Any], json_name: str, batch: int, optim: Mapping[str, Any]
-    ) -> Layout:
+        config: Mapping[str, Any], model: Mapping[str, Any], json_name: str, batch: int, optim: Mapping[str, Any],
+        *, trained: bool = True,
+    ) -> Layout:  # fmt: skip
         raw = load(json_name)
         zero = raw.get("zero_optimization", {})
         dtype = _computes_in(raw, model, device)
@@ -188,6 +196,7 @@ def from_recipe(
             recompute_budget=float(model.get("recompute_budget", 0.0)), dtype=dtype,
             optimizer=optim.get("name", "adamw"),
             lora=int(model.get("lora", {}).get("rank", 0)), context=sharers(config),
+            tensor=shares(config) if trained else 1,
             offload_optimizer="offload_optimizer" in zero, offload_weights="offload_param" in zero,
             offload_activations=bool(model.get("offload_activations")),
         )  # fmt: skip
@@ -199,7 +208,9 @@ def from_recipe(
     if not ppo["reference"].get("path"):
         ppo = {**ppo, "reference": {**ppo["reference"], **as_actor}}
     roles = {
-        role: layout(ppo, ppo[role], jsons[role], minibatch, ppo.get(f"{role}_optim", {}))
+        role: layout(
+            ppo, ppo[role], jsons[role], minibatch, ppo.get(f"{role}_optim", {}), trained=role in ("actor", "critic")
+        )  # fmt: skip
         for role in ("actor", "critic", "reference", "reward")
     }
     per_step = int(rollout["prompts_per_step"]) * int(rollout["samples_per_prompt"])
@@ -277,6 +288,11 @@ def _score_rows(data: Mapping[str, Any], length: int) -> int:
 def sharers(stage: Mapping[str, Any]) -> int:
     """Ranks that share each row's tokens in a stage."""
     return int(stage.get("parallel", {}).get("sp", 1))
+
+
+def shares(stage: Mapping[str, Any]) -> int:
+    """Ranks that share the weights of a stage's trained models."""
+    return int(stage.get("parallel", {}).get("tp", 1))
 
 
 def _model(stage: Mapping[str, Any]) -> Shape:

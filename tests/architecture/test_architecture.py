@@ -73,8 +73,8 @@ LAYERS = (
         "mpu",
         "profile",
     ),
-    ("engine", "run", "rollout", "checkpoint", "model_folder"),
-    ("sharing", "stage", "bench", "from_state", "links"),
+    ("engine", "run", "sharing", "rollout", "checkpoint", "model_folder"),
+    ("stage", "bench", "from_state", "links"),
     ("show", "cli"),
 )
 # Beside every module whose docstring says "No torch".

@@ -48,7 +48,11 @@ def test_optimisers_are_those_of_the_name() -> None:
 
 
 def test_one_rank_has_no_second_shard() -> None:
-    assert {s.name for s in strategies(2, 2, "fp32")} - {s.name for s in strategies(2, 1, "fp32")} == {"ZeRO-3, hpZ"}
+    halves = {f"ZeRO-{stage}, TP 2" for stage in (0, 1, 3)}
+    added = {s.name for s in strategies(2, 2, "fp32")} - {s.name for s in strategies(2, 1, "fp32")}
+    assert added == {"ZeRO-3, hpZ", *halves}
+    assert {s.name for s in strategies(2, 2, "bf16")} >= halves - {"ZeRO-0, TP 2"}, "not with 16 bits at stage 0"
+    assert "ZeRO-0, TP 2" not in {s.name for s in strategies(2, 2, "bf16")}
     assert not any("parallel.sp" in s.stage for s in strategies(1, 1, "fp32") + strategies(3, 2, "fp32"))
 
 

@@ -57,6 +57,8 @@ def write(made: Setting, folder: Path) -> list[str]:
         (8, {"recompute": "selective"}),
         (8, {"dtype": "fp8"}),
         (8, {"offload_activations": True, "recompute_budget": 0.25}),
+        (8, {"tensor": 2, "zero": 1}),
+        (16, {"tensor": 4}),
         (1, {"zero": 0, "lora": 16}),
     ],
 )
@@ -128,7 +130,7 @@ def test_what_does_not_fit_is_changed_first(tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"tensor": 8}, "cannot write tensor 8"),
+        ({"tensor": 2, "pipeline": 2}, "cannot write tensor 2 with norms split x pipeline 2"),
     ],
 )
 def test_what_this_code_cannot_run_is_refused(change: dict[str, Any], said: str, tmp_path: Path) -> None:

@@ -10,11 +10,13 @@ from launch.recipe import recipe_names
 from rlhf import cli, ds_config
 from rlhf.plan import flops
 from rlhf.plan.hardware import load_devices
+from rlhf.plan.layout import OURS
 from rlhf.plan.search import decide, layouts, reason, search
 from rlhf.plan.setting import Choices, Setting, from_models, from_recipe, stack_of, with_lengths
 from rlhf.plan.shapes import MODELS, gpt
 from rlhf.plan.step import step
 from rlhf.plan.steps import plan_step, remedies
+from rlhf.plan.systems import MEGATRON_CORE
 
 DEVICES = load_devices()
 
@@ -138,6 +140,20 @@ def test_half_of_the_layers_recomputed_are_half_of_its_flops() -> None:
     ]
     whole, half = (plan.hardware_flops - plan.model_flops for plan in plans)
     assert whole > 0 and half == pytest.approx(whole / 2)
+
+
+def test_ranks_that_share_weights_are_one_replica_of_this_code() -> None:
+    """8 ranks in groups of 2: half the weights and optimiser on each, sums of activations, and frozen roles whole."""
+    name, stages, _ = cli._read_recipe("opt_13b_350m_single_node")
+    halves = {stage: {**config, "parallel": {"tp": 2}} for stage, config in stages.items()}
+    alone, made = (from_recipe(name, one, DEVICES["a100-80"], 8, load=ds_config.load) for one in (stages, halves))
+    for layout in (made.sft.layout, made.preference.layout, made.ppo.actor, made.ppo.critic):
+        assert (layout.tensor, layout.data, layout.shards) == (2, 4, 4) and stack_of(layout) is OURS
+    assert made.ppo.reference.tensor == made.ppo.reward.tensor == 1
+    assert made.sft.layout.global_batch == alone.sft.layout.global_batch
+    assert made.sft.layout.accumulation == 2 * alone.sft.layout.accumulation
+    assert plan_step(made, 1).seconds["tensor"] > 0 == plan_step(alone, 1).seconds["tensor"]
+    assert stack_of(replace(made.sft.layout, sequence_parallel=True)) is MEGATRON_CORE
 
 
 def test_ranks_that_share_rows_are_one_replica() -> None:

@@ -237,11 +237,11 @@ def _compiler_problems(stage: Stage, environment: Mapping[str, str], *, on_cpu: 
 
 def _float8_problems(stage: Stage) -> Iterator[Problem]:
     """Whether the accelerator has such products, the stage finds out."""
-    keys = [f"{key}.float8={model.float8}" for key, model in stage.models().items() if model.float8 != "off"]
+    keys = [f"{key}.float8={model.float8}" for key, model in stage.models().items() if model.float8 != "none"]
     if keys and importlib.util.find_spec("torchao") is None:
         yield Problem(
             f"{' and '.join(keys)}: torchao is not installed. Run `pip install 'rlhf-deepspeed[float8]'`, or set "
-            "float8: off.",
+            "float8: none.",
             here=True,
         )
 

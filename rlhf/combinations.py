@@ -94,7 +94,7 @@ WAYS = (
     _recompute("full"),
     Way(name="activation offload", knob="offload_activations", setting="model.offload_activations",
         is_on=lambda role: role.model.offload_activations),
-    Way(name="float8", knob="float8", setting="model.float8", is_on=lambda role: role.model.float8 != "off"),
+    Way(name="float8", knob="float8", setting="model.float8", is_on=lambda role: role.model.float8 != "none"),
     Way(name="compile", knob="compile", setting="model.compile", is_on=lambda role: role.model.compile),
     Way(name="LoRA", knob="lora", setting="model.lora.rank", is_on=lambda role: role.model.lora.rank > 0),
     Way(name="rows shared", knob="sp", setting="parallel.sp", is_on=lambda role: role.parallel.sp > 1),

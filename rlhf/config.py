@@ -88,7 +88,7 @@ class ModelConfig:
     """Keep in host memory what the decoder layers save for the backward pass (with recompute=full, their inputs)."""
     compile: bool = False
     """Compile the decoder layers with torch.compile: the first steps take long, the others may be faster."""
-    float8: Literal["off", "tensorwise", "rowwise"] = "off"
+    float8: Literal["none", "tensorwise", "rowwise"] = "none"
     """Multiply in float8 in linear layers, by torchao's recipe of that name; weights keep their type."""
     float8_filter_fqns: list[str] = field(default_factory=list)
     """Parts of the names of linear layers that do not, beside the heads."""
@@ -134,10 +134,10 @@ class ModelConfig:
     def _check_float8(self) -> None:
         if self.float8_min_features < 0:
             raise ValueError(f"model.float8_min_features must be >= 0, got {self.float8_min_features}.")
-        if self.float8 == "off" and (self.float8_filter_fqns or self.float8_min_features or self.float8_emulate):
+        if self.float8 == "none" and (self.float8_filter_fqns or self.float8_min_features or self.float8_emulate):
             raise ValueError(
                 f"model.float8_filter_fqns={self.float8_filter_fqns}, float8_min_features={self.float8_min_features} "
-                f"and float8_emulate={self.float8_emulate} have no effect with model.float8=off. Set float8 to "
+                f"and float8_emulate={self.float8_emulate} have no effect with model.float8=none. Set float8 to "
                 "tensorwise or rowwise, or leave them out."
             )
 

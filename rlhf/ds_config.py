@@ -178,13 +178,19 @@ def _check_zero(raw: Mapping[str, Any], stage: int, source: str) -> None:
     if device == "nvme":
         _fail(
             source,
-            "`zero_optimization.offload_optimizer.device` is nvme: gradients leave memory before the engine can check "
-            "and clip them. Use cpu.",
+            "`zero_optimization.offload_optimizer.device` is nvme: DeepSpeed does not restore what it saves of such an "
+            "optimizer, so that the run could not be resumed. Use cpu; `offload_param` may be nvme.",
         )
     if device and stage == 0:
         _fail(source, "`zero_optimization.offload_optimizer` needs a stage of 1, 2 or 3, got 0.")
     if _offload_device(zero, "offload_param") and stage != 3:
         _fail(source, f"`zero_optimization.offload_param` needs stage 3, got {stage}.")
+    if _offload_device(zero, "offload_param") == "nvme" and not zero["offload_param"].get("nvme_path"):
+        _fail(
+            source,
+            "`zero_optimization.offload_param.device` is nvme without `nvme_path`. Name a folder on a disk of the "
+            "machine, one that no other run uses.",
+        )
     accumulation = raw.get("data_types", {}).get("grad_accum_dtype")
     if stage == 1 and raw.get("bf16", {}).get("enabled") and accumulation == "fp32" and not device:
         _fail(

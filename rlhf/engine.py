@@ -12,6 +12,7 @@ What the rest of the code relies on, and what DeepSpeed alone does not give:
 - No op is compiled: the optimiser is torch's, and the shared-memory collectives that DeepSpeed builds on CPUs are off.
 """
 
+import itertools
 import math
 import os
 import warnings
@@ -43,12 +44,14 @@ if distributed.device_type() == "cpu":
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # without it, the import prints a line on stdout
 
 import deepspeed  # noqa: E402
+from deepspeed.ops.op_builder import AsyncIOBuilder  # noqa: E402
 from deepspeed.runtime.zero import parameter_offload as ds_offload  # noqa: E402
 from deepspeed.runtime.zero import utils as zero_utils  # noqa: E402
 from deepspeed.utils import groups as ds_groups  # noqa: E402
 
 from rlhf import universal  # noqa: E402
 
+_folder_numbers = itertools.count()
 # The term that torch.nn.utils.clip_grad_norm_ adds to the norm before it divides.
 CLIP_EPS = 1e-6
 
@@ -154,13 +157,32 @@ def zero3_init(ds: Mapping[str, Any], *, shares: bool = False) -> Iterator[None]
     config = None
     try:
         if ds_config.zero_stage(ds) == 3 and not shares:
-            content = {k: v for k, v in ds.items() if k != "hybrid_engine"}
+            content = {k: v for k, v in _with_own_folder(ds).items() if k != "hybrid_engine"}
             config = hf_deepspeed.HfDeepSpeedConfig(content)  # type: ignore[no-untyped-call]
         with _own_hpz_group():
             yield
     finally:
         hf_deepspeed._hf_deepspeed_config_weak_ref = outer
         del config
+
+
+def _with_own_folder(ds: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON with a new folder for weights on a disk: DeepSpeed empties it for each model, also of another role.
+
+    Raises:
+        ValueError: this machine cannot build DeepSpeed's asynchronous I/O.
+    """
+    zero = dict(ds.get("zero_optimization", {}))
+    section = zero.get("offload_param") or {}
+    if section.get("device") != "nvme":
+        return dict(ds)
+    if not AsyncIOBuilder().is_compatible(verbose=False):
+        raise ValueError(
+            "`zero_optimization.offload_param.device` is nvme, but DeepSpeed's async_io cannot be built: libaio's "
+            "headers are missing. Install libaio-dev (libaio-devel), or use cpu."
+        )
+    folder = Path(section["nvme_path"]) / f"model{next(_folder_numbers)}"
+    return {**ds, "zero_optimization": {**zero, "offload_param": {**section, "nvme_path": str(folder)}}}
 
 
 class TrainEngine:
@@ -566,7 +588,7 @@ def _initialize(
     model: nn.Module, ds: dict[str, Any], *, optim: OptimConfig | None = None, mpu: ModelParallelUnit | None = None
 ) -> Any:
     # DeepSpeed's own hybrid engine fails on CPUs and does nothing useful on GPUs; the section is honoured here instead.
-    config = {key: value for key, value in ds.items() if key != "hybrid_engine"}
+    config = {key: value for key, value in _with_own_folder(ds).items() if key != "hybrid_engine"}
     if distributed.device_type() == "cpu":
         ds_config.check_on_cpu(ds, has_fp16=deepspeed.get_accelerator().is_fp16_supported())
     if ds_config.zero_stage(ds) == 3:

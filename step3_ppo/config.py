@@ -322,17 +322,17 @@ class PPOConfig:
         self._check_float8()
 
     def _check_float8(self) -> None:
-        if self.reward.float8 != "off":
+        if self.reward.float8 != "none":
             raise ValueError(
                 f"reward.float8={self.reward.float8}, but the reward model is not trained: it scores in its own type. "
                 "Leave it out; actor.float8 and critic.float8 are there."
             )
-        if self.reference.float8 != "off" and not self.reference.path:
+        if self.reference.float8 != "none" and not self.reference.path:
             raise ValueError(
                 f"reference.float8={self.reference.float8}, but there is no reference.path, and the default reference "
                 "computes as the actor does. Leave it out, or name a path."
             )
-        if self.actor.float8 != "off" and self.rollout.old_logprobs != "rescore":
+        if self.actor.float8 != "none" and self.rollout.old_logprobs != "rescore":
             raise ValueError(
                 f"actor.float8={self.actor.float8}, but rollout.old_logprobs is `decoder`, which does not compute in "
                 "float8: every policy ratio would compare two types. Set rollout.old_logprobs=rescore, and "

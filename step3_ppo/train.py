@@ -95,7 +95,7 @@ def train(cfg: PPOConfig) -> None:
     )
     checkpoints.resume()
     voice = trusted_voice(roles, make_voice(cfg, language, roles), rows or [prompts[0]])
-    dtype = "float8" if cfg.actor.float8 != "off" else ds_config.dtype_name(ds["actor"])
+    dtype = "float8" if cfg.actor.float8 != "none" else ds_config.dtype_name(ds["actor"])
     score_batching, update_batching = make_batchings(cfg, language, ds)
 
     evaluate = make_evaluation(cfg, roles, voice, judges, score_batching, rows, run)
@@ -175,7 +175,7 @@ def make_voice(cfg: PPOConfig, language: Language, roles: Roles) -> Voice:
     """
     trained_in = ds_config.dtype_name(roles.actor.ds)
     drawn_in = cfg.rollout.dtype or trained_in
-    trained_in = "float8" if cfg.actor.float8 != "off" else trained_in
+    trained_in = "float8" if cfg.actor.float8 != "none" else trained_in
     if drawn_in != trained_in and not cfg.update.importance_cap:
         logger.warning(
             "the rollout draws in %s from a policy that rounds otherwise than the one trained in %s, and nothing "

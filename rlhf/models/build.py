@@ -400,7 +400,7 @@ def _finish(
     if isinstance(embedding, nn.Embedding):
         # A padding_idx keeps gradients from that row, which may be the stop token's; masks keep padding out already.
         embedding.padding_idx = None
-    if cfg.float8 != "off":
+    if cfg.float8 != "none":
         float8.use_float8(model, cfg, device_type=device_type())
     if cfg.recompute != "none":
         recompute_blocks(model, cfg.recompute, every=cfg.recompute_every, budget=cfg.recompute_budget)

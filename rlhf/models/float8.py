@@ -79,7 +79,7 @@ def use_float8(model: PreTrainedModel, cfg: ModelConfig, *, device_type: str) ->
             f"model.float8={cfg.float8}: of {len(names)} linear layers of {type(model).__name__} none is left. Float8 "
             f"takes nn.Linear (GPT-2 has Conv1D) with features that are multiples of {ALIGNMENT}, of "
             f"float8_min_features={cfg.float8_min_features} at least, outside of float8_filter_fqns="
-            f"{cfg.float8_filter_fqns}. Change these, or set float8: off."
+            f"{cfg.float8_filter_fqns}. Change these, or set float8: none."
         )
     recipe = make_recipe(cfg.float8, emulate=cfg.float8_emulate or device_type == "cpu")
     for module in chosen:
@@ -111,7 +111,7 @@ def check_float8(cfg: ModelConfig, device_type: str) -> None:
     Raises:
         ValueError: torchao is missing, the accelerator has no float8 products, or emulation is to be compiled for one.
     """
-    if cfg.float8 == "off":
+    if cfg.float8 == "none":
         return
     _torchao("config")
     if device_type == "cpu":
@@ -119,7 +119,7 @@ def check_float8(cfg: ModelConfig, device_type: str) -> None:
     if not cfg.float8_emulate and not _has_products(device_type):
         raise ValueError(
             f"model.float8={cfg.float8} needs an accelerator with float8 products (NVIDIA from compute capability 8.9 "
-            "on: Ada, Hopper, Blackwell; AMD MI300 or MI350), which this one is not. Set float8: off, or "
+            "on: Ada, Hopper, Blackwell; AMD MI300 or MI350), which this one is not. Set float8: none, or "
             "float8_emulate: true to see its numbers at a lower speed than without."
         )
     if cfg.float8_emulate and cfg.compile:
@@ -216,5 +216,5 @@ def _torchao(module: str) -> Any:
     except ImportError as error:
         raise ValueError(
             f"model.float8 needs torchao, which cannot be imported ({error}). Run `pip install "
-            "'rlhf-deepspeed[float8]'`, or set float8: off."
+            "'rlhf-deepspeed[float8]'`, or set float8: none."
         ) from error

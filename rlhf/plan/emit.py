@@ -203,7 +203,7 @@ def _fill_float8(model: dict[str, Any], layout: Layout) -> None:
     if layout.dtype != "fp8":
         for key in [key for key in model if key.startswith("float8")]:
             del model[key]
-    elif model.get("float8", "off") == "off":
+    elif model.get("float8", "none") == "none":
         model["float8"] = "tensorwise"
 
 

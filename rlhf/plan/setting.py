@@ -238,7 +238,7 @@ def dtype_of(ds: Mapping[str, Any]) -> str:
 def _computes_in(ds: Mapping[str, Any], model: Mapping[str, Any], device: Device) -> str:
     """Type of the products of a model: fp8 where bf16's are kernels in float8, which emulation is not."""
     dtype, is_emulated = dtype_of(ds), model.get("float8_emulate") or device.is_serial
-    return "fp8" if model.get("float8", "off") != "off" and dtype == "bf16" and not is_emulated else dtype
+    return "fp8" if model.get("float8", "none") != "none" and dtype == "bf16" and not is_emulated else dtype
 
 
 def with_lengths(setting: Setting, *, prompt: float, response: float, micro_batch_rows: float | None = None) -> Setting:

@@ -122,7 +122,7 @@ def pairs_job(cases: list[tuple[str, str]]) -> dict[tuple[str, str], tuple[float
 
 def band(case: tuple[str, str]) -> float:
     """How far rounding takes a pair from the plain way."""
-    if "bf16" in case:
+    if "bf16" in case or "float8" in case:
         return 2e-2
     return 1e-3 if "8-bit AdamW" in case else 1e-5
 

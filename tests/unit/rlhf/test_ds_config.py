@@ -135,7 +135,12 @@ def test_the_raw_dict_is_not_changed() -> None:
         ({"train_micro_batch_size_per_gpu": 0}, "must be an integer >= 1, got 0"),
         ({"zero_optimization": {"stage": 4}}, "must be 0, 1, 2 or 3, got 4"),
         ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "both enabled"),
-        ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}, "nvme.*Use cpu"),
+        ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}, "nvme.*not be resumed. Use cpu"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "nvme without `nvme_path`. Name a"),
+        (
+            {"zero_optimization": {"stage": 2, "offload_param": {"device": "nvme"}}},
+            "offload_param` needs stage 3, got 2",
+        ),
         ({"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}}, "needs a stage of 1, 2 or 3"),
         ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "needs stage 3, got 2"),
         ({"hybrid_engine": {"enable": True}}, r"unknown key `hybrid_engine.enable`. Did you mean `enabled`"),

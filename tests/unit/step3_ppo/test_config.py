@@ -69,7 +69,7 @@ def test_float8_is_for_what_is_trained_and_rescored() -> None:
     models = model_configs(made)
     for name in ("float8", "float8_filter_fqns", "float8_min_features", "float8_emulate"):
         assert getattr(models["reference"], name) == getattr(models["actor"], name)
-    assert models["critic"].float8 == models["reward"].float8 == "off"
+    assert models["critic"].float8 == models["reward"].float8 == "none"
     with pytest.raises(ValueError, match="actor.float8=rowwise, but rollout.old_logprobs is `decoder`.*rescore"):
         dataclasses.replace(config(), actor=ModelConfig(path="a", float8="rowwise"))
 

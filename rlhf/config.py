@@ -213,10 +213,19 @@ class ParallelConfig:
 
     sp: int = 1
     """Ranks that share each row's tokens; 1: each rank has rows of its own."""
+    pp: int = 1
+    """Pipeline stages that the model's layers are dealt to; 1: each rank has all layers."""
 
     def __post_init__(self) -> None:
         if self.sp < 1:
             raise ValueError(f"parallel.sp must be >= 1, got {self.sp}. Use 1 for rows that no other rank shares.")
+        if self.pp < 1:
+            raise ValueError(f"parallel.pp must be >= 1, got {self.pp}. Use 1 for a model that is not cut by layers.")
+        if self.pp > 1 and self.sp > 1:
+            raise ValueError(
+                f"parallel.pp={self.pp} and parallel.sp={self.sp}: a pipeline of ranks that share rows is not there. "
+                "Set one of the two to 1."
+            )
 
     def check_model(self, model: ModelConfig, data: DataConfig) -> None:
         """Check that the model is set up for rows that ranks share.
@@ -236,17 +245,36 @@ class ParallelConfig:
         if model.compile:
             raise ValueError(f"{said}, which has not been tried with model.compile=true. Set one of the two off.")
 
+    def check_pipeline(self, model: ModelConfig, optim: "OptimConfig") -> None:
+        """Check that the model is set up for stages of a pipeline.
+
+        Raises:
+            ValueError: adapters, compiled layers, or an optimiser other than AdamW.
+        """
+        if self.pp == 1:
+            return
+        said = f"parallel.pp={self.pp} deals layers to pipeline stages"
+        if model.lora.rank:
+            raise ValueError(f"{said}, but not those with adapters: model.lora.rank={model.lora.rank}. Use rank 0 or "
+                             "parallel.pp=1; a frozen model fits by ZeRO-3.")  # fmt: skip
+        if model.compile:
+            raise ValueError(f"{said}, which has not been tried with model.compile=true. Set one of the two off.")
+        if optim.name != "adamw":
+            raise ValueError(f"{said}, which has not been tried with optim.name={optim.name}. Use adamw, or "
+                             "parallel.pp=1.")  # fmt: skip
+
     def check_ranks(self, num_ranks: int) -> None:
         """Check that so many ranks divide into groups.
 
         Raises:
             ValueError: they do not.
         """
-        if num_ranks % self.sp:
-            raise ValueError(
-                f"parallel.sp={self.sp} does not divide the number of ranks, {num_ranks}. Use a divisor of it, or "
-                f"start a multiple of {self.sp} ranks."
-            )
+        for name, size in (("sp", self.sp), ("pp", self.pp)):
+            if num_ranks % size:
+                raise ValueError(
+                    f"parallel.{name}={size} does not divide the number of ranks, {num_ranks}. Use a divisor of it, or "
+                    f"start a multiple of {size} ranks."
+                )
 
 
 @dataclass(frozen=True, kw_only=True)

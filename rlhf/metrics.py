@@ -74,6 +74,11 @@ METRICS: dict[str, Metric] = {
         "up",
         "FLOPs that the algorithm needs for the real tokens, per wall second of training and rank.",
     ),
+    "speed/bubble_frac": _metric(
+        "fraction",
+        "down",
+        "Share of a pipeline's micro-batches' time in which a rank computes nothing: it waits for other stages or sends.",
+    ),
     "memory/weights_bytes": _metric(
         "bytes", "down", "Weights of all models on the rank that holds most, without the optimiser's own copy."
     ),

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from rlhf import artifacts, heartbeat
+from rlhf import artifacts, heartbeat, pipeline
 from rlhf.artifacts import Contract
 from rlhf.config import DataConfig, ModelConfig, ParallelConfig, TokenizerConfig
 from rlhf.data.batching import Batching
@@ -24,6 +24,7 @@ from rlhf.distributed import (
     device_type,
     group_of,
     is_main,
+    pipeline_of,
     together,
     world_size,
 )
@@ -106,12 +107,16 @@ def load_language(data: DataConfig, tokenizer: TokenizerConfig, model: ModelConf
     return Language(tokenizer=loaded, template=load_template(data.template, loaded))
 
 
-def join_group(parallel: ParallelConfig, model: ModelConfig, language: Language) -> Group:
-    """The ranks that share this rank's rows. Collective.
+def join_group(parallel: ParallelConfig, model: ModelConfig, language: Language, ds: Mapping[str, Any]) -> Group:
+    """The ranks that read this rank's rows, each with a part of them or of the layers. Collective.
 
     Raises:
-        ValueError: the ranks or the model's heads do not divide, or the family cannot read packed rows.
+        ValueError: ranks, heads or layers do not divide, or the family or the DeepSpeed JSON do not allow it.
     """
+    if parallel.pp > 1:
+        parallel.check_ranks(world_size())
+        pipeline.check(read_config(model, language.tokenizer).get_text_config().to_dict(), ds, parallel.pp)
+        return pipeline_of(parallel.pp)
     if parallel.sp > 1:
         parallel.check_ranks(world_size())
         config, said = read_config(model, language.tokenizer), f"parallel.sp={parallel.sp}"

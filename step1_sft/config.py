@@ -31,7 +31,7 @@ class SFTConfig:
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     """The tokenizer."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    """Ranks that share rows."""
+    """Ranks that share rows, or the layers."""
     eval: EvalConfig = field(default_factory=EvalConfig)
     """Evaluation."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -53,5 +53,6 @@ class SFTConfig:
         check_length(global_batch_size=self.global_batch_size, epochs=self.epochs, max_steps=self.max_steps)
         self.run.check_supervised()
         self.parallel.check_model(self.model, self.data)
+        self.parallel.check_pipeline(self.model, self.optim)
         if not (self.model.path or self.model.config):
             raise ValueError("model.path and model.config are both empty. Name a model folder or give a config.")

@@ -76,6 +76,7 @@ class Policy(nn.Module):
         sampling: SamplingConfig | None = None,
         response_position_BT: Tensor | None = None,
         stop_token_ids: Sequence[int] = (),
+        inputs_BTD: Tensor | None = None,
     ) -> PolicyOutput:
         """Score the tokens of `target_mask_BT`; of a row split over ranks, those that this rank's columns predict.
 
@@ -88,6 +89,7 @@ class Policy(nn.Module):
             sampling: score under the distribution that sampling draws from; None scores under the model's own.
             response_position_BT: index of a token in its response; needed if sampling has min_new_tokens.
             stop_token_ids: all ids that end a response.
+            inputs_BTD: hidden states from another rank's layers, as in `hidden_states`.
         """
         hidden_BTD = hidden_states(
             self.model,
@@ -95,6 +97,7 @@ class Policy(nn.Module):
             attention_mask_BT=attention_mask_BT,
             position_ids_BT=position_ids_BT,
             layout=layout,
+            inputs_BTD=inputs_BTD,
         )
         first = 0
         if isinstance(layout, SplitLayout):

@@ -49,6 +49,7 @@ LAYERS = (
         "plan",
         "rules",
         "ds_config",
+        "pipeline",
         "distributed",
         "memory",
         "ops",
@@ -70,8 +71,9 @@ LAYERS = (
         "engine_memory",
         "optimizers",
         "profile",
+        "stopwatch",
     ),
-    ("engine", "run", "rollout", "checkpoint", "model_folder"),
+    ("engine", "pipeline_engine", "run", "rollout", "checkpoint", "model_folder"),
     ("stage", "bench", "from_state", "links"),
     ("show", "cli"),
 )
@@ -167,7 +169,7 @@ def test_the_launcher_knows_configs_only() -> None:
 
 @pytest.mark.parametrize(
     ("package", "allowed"),
-    [("deepspeed", {"rlhf.engine", "rlhf.universal"}), ("torch.distributed", {"rlhf.distributed"})],
+    [("deepspeed", {"rlhf.engine", "rlhf.pipeline_engine", "rlhf.universal"}), ("torch.distributed", {"rlhf.distributed"})],
 )
 def test_one_user(package: str, allowed: set[str]) -> None:
     for name in MODULES:

@@ -17,7 +17,7 @@ from typing import Any
 from launch.inputs import free_bytes, is_hub_name, model_folders, model_shape, source_path
 from launch.placement import Placement, accelerator_visible, count_devices, port_is_free
 from launch.recipe import FOLDERS, Recipe, Stage
-from rlhf import artifacts, ds_config
+from rlhf import artifacts, ds_config, pipeline
 from rlhf.config import DataConfig, ModelConfig, OptimConfig, RunConfig
 from rlhf.rollout.split import check_heads, check_split
 from rlhf.rules import RULES
@@ -288,8 +288,17 @@ def _parallel_problems(stage: Stage, stages: Sequence[Stage], world_size: int) -
     try:
         parallel.check_ranks(world_size)
         check_heads(_origin(stage, "model", stages), parallel.sp, said=f"parallel.sp={parallel.sp}")
+        pipeline.check(_origin(stage, "model", stages), _json_of(stage.config.deepspeed), parallel.pp)
     except ValueError as error:
         yield Problem(str(error))
+
+
+def _json_of(name: str) -> Mapping[str, Any]:
+    """A DeepSpeed JSON; empty where it cannot be read, which `_ds_config_problems` says."""
+    try:
+        return ds_config.load(name)
+    except (ValueError, OSError):
+        return {}
 
 
 def _split_problems(stages: Sequence[Stage]) -> Iterator[Problem]:

@@ -62,7 +62,7 @@ def emit(setting: Setting, folder: Path, *, template: Template, load: LoadJson) 
     """Write a recipe that runs the setting, all of it or nothing.
 
     Args:
-        setting: what is run; its layouts split data alone, step 1's rows too.
+        setting: what is run; its layouts split data alone, step 1's rows or layers too.
         folder: new.
         template: whose other settings are kept.
         load: reads a DeepSpeed JSON by name or path.
@@ -76,7 +76,7 @@ def emit(setting: Setting, folder: Path, *, template: Template, load: LoadJson) 
     """
     if folder.exists() and any(folder.iterdir() if folder.is_dir() else [folder]):
         raise FileExistsError(f"--emit {folder} is not empty. Name a new folder.")
-    _check(replace(setting.sft.layout, context=1))
+    _check(replace(setting.sft.layout, context=1, pipeline=1) if setting.sft.layout.virtual == 1 else setting.sft.layout)
     _check(setting.preference.layout)
     _check(setting.ppo.actor)
     texts = _texts(setting, folder, template, load)
@@ -100,7 +100,7 @@ def _check(layout: Layout) -> None:
     if layout.model_ranks > 1:
         raise ValueError(
             f"--emit cannot write tensor {layout.tensor} x pipeline {layout.pipeline} x context {layout.context}: this "
-            "code divides data alone, and rows in step 1 alone. Plan without them."
+            "code divides data alone, and in step 1 rows, or layers without interleaving. Plan without them."
         )
     if layout.dtype not in ("bf16", "fp16", "fp32"):
         raise ValueError(f"--emit cannot write {layout.dtype}: this code trains in bf16, fp16 or fp32. Set --dtype.")
@@ -170,6 +170,8 @@ def _fill_training(doc: dict[str, Any], training: Training) -> None:
     _fill_model(doc["model"], layout)
     if layout.context > 1:
         doc["parallel"] = {"sp": layout.context}
+    elif layout.pipeline > 1:
+        doc["parallel"] = {"pp": layout.pipeline}
 
 
 def _fill_model(model: dict[str, Any], layout: Layout) -> None:

@@ -72,8 +72,8 @@ class Setting:
 
 
 def stack_of(layout: Layout) -> Stack:
-    """This code, or for tensor, pipeline and context parallelism, which it has not, a program like Megatron-Core."""
-    return OURS if layout.model_ranks == 1 else MEGATRON_CORE
+    """This code, or for what it has not or exchanges otherwise, a program like Megatron-Core."""
+    return OURS if layout.model_ranks == layout.pipeline and layout.virtual == 1 else MEGATRON_CORE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,6 +183,7 @@ def from_recipe(
             recompute_every=int(model.get("recompute_every", 1)), dtype=dtype,
             optimizer=optim.get("name", "adamw"),
             lora=int(model.get("lora", {}).get("rank", 0)), context=sharers(config),
+            pipeline=stages_of(config),
             offload_optimizer="offload_optimizer" in zero, offload_weights="offload_param" in zero,
         )  # fmt: skip
         return with_batch(made, batch)
@@ -262,6 +263,11 @@ def _score_rows(data: Mapping[str, Any], length: int) -> int:
 def sharers(stage: Mapping[str, Any]) -> int:
     """Ranks that share each row's tokens in a stage."""
     return int(stage.get("parallel", {}).get("sp", 1))
+
+
+def stages_of(stage: Mapping[str, Any]) -> int:
+    """Pipeline stages that the layers of a stage's model are dealt to."""
+    return int(stage.get("parallel", {}).get("pp", 1))
 
 
 def _model(stage: Mapping[str, Any]) -> Shape:

@@ -1,5 +1,6 @@
 """Layers dealt to the ranks of a pipeline: the numbers of one process with the whole model, in fp32, at ZeRO 0 and 1."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,11 @@ from rlhf.engine import NonFiniteError, StepStats
 from rlhf.models.build import build_causal_lm, train_bpe
 from rlhf.models.policy import Policy
 from rlhf.pipeline_engine import PipelineTrainEngine
-from step1_sft.train import loss_of
+from rlhf.run import Run
+from rlhf.states import StateError
+from step1_sft.train import loss_of, train
 from tests.distributed.harness import Ranks
+from tests.stages import Killed, ds_json, kill_at, metric_lines, sft_config, weights, write_rows, yes_rows
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 48}
 TIED = {"tie_word_embeddings": True}
@@ -282,3 +286,50 @@ def test_bf16_follows_fp32(ranks: Ranks) -> None:
     """Three digits of a bfloat16 are two and a half decimal ones."""
     for gaps in ranks(bf16_job):
         assert max(gaps) < 0.03, gaps
+
+
+def run_step1(folder: Path, name: str, **changes: Any) -> None:
+    values = {
+        "deepspeed": ds_json(folder, "cpu_zero1", micro_batch_size=2), "parallel__pp": 2, "model__dropout": 0.1,
+        "run__save_every": 2, "run__log_every": 1, "max_steps": 5,
+    }  # fmt: skip
+    train(sft_config(folder / name, folder / "rows.jsonl", **{**values, **changes}))
+
+
+def interrupted_job(folder: Path) -> list[str]:
+    """A run; one that is killed in its fourth step and resumed; and what is said to resumes on other layouts."""
+    engine.setup(timeout_seconds=60)
+    run_step1(folder, "whole")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        kill_at(monkeypatch, Run, step=4)
+        for name in ("resumed", "others"):
+            try:
+                run_step1(folder, name)
+            except Killed:
+                torch.manual_seed(distributed.rank())  # the generators come from the state
+    run_step1(folder, "resumed", run__resume=True)
+    said = []
+    for changes in (
+        {"parallel__pp": 1},
+        {"parallel__pp": 1, "run__resume_weights_only": True},
+        {"deepspeed": ds_json(folder, "cpu_zero0", micro_batch_size=2)},
+    ):
+        try:
+            run_step1(folder, "others", run__resume=True, **changes)
+            said.append("nothing")
+        except StateError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_run_resumes_to_the_bit_and_on_its_own_layout_alone(ranks: Ranks, tmp_path: Path) -> None:
+    """Weights, moments, schedule, dropout's generators and metrics of both stages."""
+    write_rows(tmp_path / "rows.jsonl", yes_rows(36))
+    other, weights_alone, other_zero = ranks(interrupted_job, folder=tmp_path, timeout=180)[0]
+    lines = [metric_lines(tmp_path / name) for name in ("whole", "resumed")]
+    assert lines[0] == lines[1] and len(lines[0]) > 5
+    whole, resumed = (weights(tmp_path / name / "model") for name in ("whole", "resumed"))
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    assert "policy.pipeline stages" in other
+    for said in (weights_alone, other_zero):
+        assert "was saved by a pipeline of 2 stages" in said and "is not converted" in said

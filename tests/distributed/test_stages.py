@@ -44,6 +44,8 @@ EPS = 1e-5
 TWO_RANKS = ("cpu_zero0", "cpu_zero3")
 # Both ranks on every row.
 ONE_GROUP = "cpu_zero3_sp2"
+# Each with half of the layers.
+ONE_PIPELINE = "cpu_zero1_pp2"
 # DeepSpeed JSON of the actor, and how its weights come to the decoder.
 ACTORS: dict[str, tuple[str, dict[str, Any]]] = {
     "whole": ("cpu_zero0", {}),
@@ -141,6 +143,7 @@ def supervised_job(folder: Path) -> str:
         sft(folder, name)
         reward(folder, name)
     sft(folder, "cpu_zero3", parallel__sp=2, run__out_dir=str(folder / f"sft_{ONE_GROUP}_2"))
+    sft(folder, "cpu_zero1", parallel__pp=2, run__out_dir=str(folder / f"sft_{ONE_PIPELINE}_2"))
     return broken_on_rank_1(folder)
 
 
@@ -217,9 +220,9 @@ def assert_same_weights(one: Path, two: Path, *, weight: float) -> None:
     assert gaps.max().item() < weight and gaps.mean().item() < weight / 20, (gaps.max(), gaps.mean())
 
 
-@pytest.mark.parametrize("name", [*TWO_RANKS, ONE_GROUP])
+@pytest.mark.parametrize("name", [*TWO_RANKS, ONE_GROUP, ONE_PIPELINE])
 def test_step1_is_one_trajectory(runs: Runs, name: str) -> None:
-    """1 rank x 4 micro-batches = 2 ranks x 2, ZeRO-0 and ZeRO-3 = 2 ranks on each of 4, which share its tokens.
+    """1 rank x 4 micro-batches = 2 ranks x 2, ZeRO-0 and ZeRO-3 = 2 ranks on each of 4, which share its tokens or layers.
 
     Sums in another order, through 8 AdamW steps.
     """

@@ -76,6 +76,11 @@ def convert_state(state: Path, model: ModelConfig, out_dir: Path, *, engine: str
     if engine not in record["engines"]:
         raise StateError(f"{state} holds {', '.join(sorted(record['engines']))}, not {engine}. Name one of them.")
     layout, kind = record["engines"][engine], KINDS[engine]
+    if "pipeline" in layout:
+        raise StateError(
+            f"{state} was saved by a pipeline of {layout['pipeline']} stages, whose files are not converted. Resume "
+            "the run: its end writes the model folder."
+        )
     tokenizer = load_tokenizer(str(state.parent / states.TOKENIZER))
     build: _Build = build_causal_lm if kind == "policy" else build_reward_model
     built = build(model, tokenizer, seed=seed)

@@ -77,7 +77,7 @@ METRICS: dict[str, Metric] = {
     "speed/bubble_frac": _metric(
         "fraction",
         "down",
-        "Share of a pipeline's micro-batches' time in which a rank computes nothing: it waits for other stages or sends.",
+        "Part of the time of a step's micro-batches in which a pipeline's rank computes nothing: it waits or sends.",
     ),
     "memory/weights_bytes": _metric(
         "bytes", "down", "Weights of all models on the rank that holds most, without the optimiser's own copy."

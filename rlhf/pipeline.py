@@ -59,7 +59,8 @@ def check(shape: Mapping[str, Any], ds: Mapping[str, Any], num_stages: int) -> N
     num_layers = next((shape[name] for name in _LAYERS if isinstance(shape.get(name), int)), None)
     if num_layers is not None and num_layers < num_stages:
         raise ValueError(
-            f"{said}: the model has {num_layers} layers, and each stage needs one. Use parallel.pp={num_layers} or less."
+            f"{said}: the model has {num_layers} layers, and each stage needs one. Use parallel.pp={num_layers} or "
+            "less."
         )
     zero, dtype = ds.get("zero_optimization", {}), ds_config.dtype_name(ds)
     stage = ds_config.zero_stage(ds)
@@ -75,8 +76,8 @@ def check(shape: Mapping[str, Any], ds: Mapping[str, Any], num_stages: int) -> N
         )
     if dtype == "bfloat16" and stage == 0:
         raise ValueError(
-            f"{said} in bf16 needs ZeRO-1: at stage 0 gradients become fp32 inside DeepSpeed's step only, where no norm "
-            "over all stages is taken. Use stage 1."
+            f"{said} in bf16 needs ZeRO-1: at stage 0 gradients become fp32 inside DeepSpeed's step only, where no "
+            "norm over all stages is taken. Use stage 1."
         )
     if dtype == "bfloat16" and ds.get("data_types", {}).get("grad_accum_dtype"):
         raise ValueError(

@@ -15,6 +15,8 @@ stages, and ZeRO-1 over the ranks that hold the same layers. What is done here, 
 import contextlib
 import copy
 import io
+import logging
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,7 +31,7 @@ from deepspeed.utils import groups as ds_groups
 from torch import Tensor, nn
 from transformers.initialization import no_init_weights
 
-from rlhf import distributed, ds_config, heartbeat
+from rlhf import distributed, ds_config, heartbeat, memory
 from rlhf.config import OptimConfig
 from rlhf.distributed import Group
 from rlhf.engine import Batch, LossOf, Said, TrainEngine
@@ -39,6 +41,11 @@ from rlhf.models.pipeline_part import keep_part
 from rlhf.models.policy import Policy, PolicyOutput
 from rlhf.optimizers import parameter_groups
 from rlhf.stopwatch import Stopwatch
+
+logger = logging.getLogger(__name__)
+
+# Share of the free memory that the whole model may fill while answers are drawn: keys, values and logits take the rest.
+USABLE_FRAC = 0.9
 
 
 def train_engine(
@@ -75,8 +82,8 @@ class _Micro1F1B(schedule.TrainSchedule):  # type: ignore[misc]
 class PipelineTrainEngine(TrainEngine):
     """A `Policy` of which each rank of a pipeline has some layers.
 
-    Called without gradients, it is a pipeline too: a rank goes on to the next call when its layers are done. Then, as in
-    training, the last stage alone has an output; on the others it is 0, as their masks of targets are empty.
+    Called without gradients, it is a pipeline too: a rank goes on to the next call when its layers are done. Then, as
+    in training, the last stage alone has an output; on the others it is 0, as their masks of targets are empty.
     """
 
     def __init__(
@@ -95,6 +102,9 @@ class PipelineTrainEngine(TrainEngine):
         self.group = group
         self._policy = model
         self._watch = Stopwatch()
+        self._span = (0, 0)
+        self._busy: list[tuple[int, int]] = []
+        self._coming: deque[Tensor] = deque()
         part = keep_part(model.model, number=group.rank, num_stages=group.size)
         self.layers = part.layers
         """That this rank has."""
@@ -104,9 +114,14 @@ class PipelineTrainEngine(TrainEngine):
         super().__init__(model, ds=ds, optim=optim, role=role, num_steps=num_steps)
         self._dtype = getattr(torch, ds_config.dtype_name(self.ds))
         if self._tied_weight is not None:
-            self._tied_weight.requires_grad_()
+            self._tied_weight.requires_grad = True
         own = {name: list(weight.shape) for name, weight in model.named_parameters() if weight is not self._copy}
         self._shapes = {name: shape for part in group.gather_objects(own) for name, shape in part.items()}
+        dealt = ", ".join(
+            f"{layers.start}-{layers.stop - 1} ({size / 1e6:.1f} M weights)"
+            for layers, size in group.gather_objects((part.layers, sum(p.numel() for p in model.parameters())))
+        )
+        logger.info("%s: %d pipelines of %d stages, layers %s", role, group.count, group.size, dealt)
 
     @property
     def is_first(self) -> bool:
@@ -144,7 +159,7 @@ class PipelineTrainEngine(TrainEngine):
         if distributed.device_type() == "cpu":
             ds_config.check_on_cpu(self.ds)
         if self._copy is not None:
-            self._copy.requires_grad_(requires_grad=False)  # so that it is in no group of DeepSpeed's optimiser
+            self._copy.requires_grad = False  # so that it is in no group of DeepSpeed's optimiser
         self._stage = _Stage(cast(Policy, model))
         layers = [self._stage if number == self.group.rank else nn.Identity() for number in range(self.group.size)]
         config = {key: value for key, value in self.ds.items() if key != "hybrid_engine"}
@@ -214,9 +229,7 @@ class PipelineTrainEngine(TrainEngine):
         """As `TrainEngine.accumulate_all`; yields nothing on stages that have no output."""
         said: list[tuple[Batch, Said]] = []
         self._engine.total_loss = None
-        self._stage.calls.extend(
-            self._call_of(batch, loss_of, count=count, said=said) for batch in batches
-        )  # fmt: skip
+        self._stage.calls.extend(self._call_of(batch, loss_of, count=count, said=said) for batch in batches)
         self._coming = deque(cast(Any, batch).sequences.token_ids_BT for batch in batches)
         self._watch, self._busy = Stopwatch(), []
         begin = self._watch.mark()
@@ -335,9 +348,25 @@ class PipelineTrainEngine(TrainEngine):
                 elif number == self.group.rank:
                     self.group.send(own[name], 0)
 
+    def check_lendable(self) -> None:
+        """Check that there is room for what `generation_module` copies. Collective.
+
+        Raises:
+            ValueError: on all ranks, there is not.
+        """
+        trained = sum(p.numel() for p in self._policy.parameters()) / (self.group.count if self.zero_stage else 1)
+        free = min(distributed.all_gather_objects(memory.free_bytes() - int(8 * trained)))  # Adam's moments are to come
+        whole = sum(math.prod(shape) for shape in self._shapes.values()) * self._dtype.itemsize
+        if whole > USABLE_FRAC * free:
+            raise ValueError(
+                f"{self.role}: answers of the evaluation are drawn with the whole model on each rank, "
+                f"{whole / 1e9:.1f} GB, but of {free / 1e9:.1f} GB that will be free it may take {USABLE_FRAC:.0%}. "
+                "Set eval.generate_rows=0, and draw them afterwards from the model folder."
+            )
+
     @contextmanager
     def generation_module(self) -> Iterator[nn.Module]:
-        """The whole model to generate with, in eval mode: a copy on each rank, as long as the block runs. Collective."""
+        """The whole model to generate with, in eval mode: a copy on each rank while the block runs. Collective."""
         heartbeat.call(self.role)
         whole = self._whole()
         try:

@@ -26,7 +26,7 @@ from rlhf.models import liger
 from rlhf.models.build import build_causal_lm, check_length_fits
 from rlhf.models.policy import Policy
 from rlhf.models.token_stats import TokenStats, token_stats
-from rlhf.pipeline_engine import train_engine
+from rlhf.pipeline_engine import PipelineTrainEngine, train_engine
 from rlhf.rollout.answers import Voice, answer_rows
 from rlhf.run import Run
 from rlhf.stage import (
@@ -152,6 +152,8 @@ def make_evaluation(
         cfg.data, stage="ppo", part="eval", template=language.template, tokenizer=language.tokenizer
     )
     rows = [prompts[i] for i in evenly_spaced(len(prompts), cfg.eval.generate_rows)]
+    if rows and isinstance(policy, PipelineTrainEngine):
+        policy.check_lendable()
     scoring = choose_scoring(
         batching,
         {"policy": cfg.model},

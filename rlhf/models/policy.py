@@ -66,7 +66,7 @@ class Policy(nn.Module):
         """Config of the Hugging Face model."""
         return cast(Any, self.model).config
 
-    def forward(
+    def forward(  # noqa: PLR0913  what a micro-batch is made of, each by its name
         self,
         token_ids_BT: Tensor,
         attention_mask_BT: Tensor | None,

@@ -76,7 +76,7 @@ def emit(setting: Setting, folder: Path, *, template: Template, load: LoadJson) 
     """
     if folder.exists() and any(folder.iterdir() if folder.is_dir() else [folder]):
         raise FileExistsError(f"--emit {folder} is not empty. Name a new folder.")
-    _check(replace(setting.sft.layout, context=1, pipeline=1) if setting.sft.layout.virtual == 1 else setting.sft.layout)
+    _check(_without_what_step1_has(setting.sft.layout))
     _check(setting.preference.layout)
     _check(setting.ppo.actor)
     texts = _texts(setting, folder, template, load)
@@ -94,6 +94,11 @@ def emit(setting: Setting, folder: Path, *, template: Template, load: LoadJson) 
         raise
     command = ["rlhf", "run", "--recipe", str(folder)]
     return command if setting.gpus <= setting.device.node else [*command, "--hostfile", "HOSTFILE"]
+
+
+def _without_what_step1_has(layout: Layout) -> Layout:
+    """Rows that ranks share, or layers that are dealt to them; interleaving is not there."""
+    return replace(layout, context=1, pipeline=layout.pipeline if layout.virtual > 1 else 1)
 
 
 def _check(layout: Layout) -> None:

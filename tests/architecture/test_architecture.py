@@ -169,7 +169,10 @@ def test_the_launcher_knows_configs_only() -> None:
 
 @pytest.mark.parametrize(
     ("package", "allowed"),
-    [("deepspeed", {"rlhf.engine", "rlhf.pipeline_engine", "rlhf.universal"}), ("torch.distributed", {"rlhf.distributed"})],
+    [
+        ("deepspeed", {"rlhf.engine", "rlhf.pipeline_engine", "rlhf.universal"}),
+        ("torch.distributed", {"rlhf.distributed"}),
+    ],
 )
 def test_one_user(package: str, allowed: set[str]) -> None:
     for name in MODULES:

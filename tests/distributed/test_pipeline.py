@@ -1,4 +1,4 @@
-"""Layers dealt to the ranks of a pipeline: the numbers of one process with the whole model, in fp32, at ZeRO 0 and 1."""
+"""Layers dealt to the ranks of a pipeline: the numbers of one process with the whole model, at ZeRO 0 and 1."""
 
 from pathlib import Path
 from typing import Any
@@ -179,7 +179,7 @@ def test_two_stages_train_as_plain_torch(ranks: Ranks, family: str) -> None:
 
 
 def test_padded_rows_and_recomputed_layers_train_as_plain_torch(ranks: Ranks) -> None:
-    """Padded micro-batches have masks of their own; OPT with embeddings narrower than its layers projects at both ends."""
+    """Padded rows have masks of their own; OPT with embeddings narrower than its layers projects at both ends."""
     cases = [
         ("opt", "cpu_zero1", {"packed": False, "recompute": "full"}),
         ("gpt2", "cpu_zero0", {"packed": False}),
@@ -209,9 +209,11 @@ def parts_job() -> dict[str, Any]:
     in_optimizer = {id(p) for group in trained._engine.optimizer.bit16_groups for p in group}
     head = [p for name, p in trained.module.named_parameters() if "lm_head" in name]
     return {
-        "layers": list(trained.layers), "weights": weights, "tied head is optimised": [id(p) in in_optimizer for p in head],
-        "rows": trained.group.number, "elements": sum(p.numel() for p in trained.module.parameters()),
-    }  # fmt: skip
+        "layers": list(trained.layers),
+        "weights": weights,
+        "tied head is optimised": [id(p) in in_optimizer for p in head],
+        "rows": trained.group.number,
+    }
 
 
 def test_a_stage_holds_its_layers_alone(ranks: Ranks) -> None:
@@ -232,7 +234,7 @@ def test_a_stage_holds_its_layers_alone(ranks: Ranks) -> None:
 
 
 def non_finite_job(where: str) -> list[Any]:
-    """A weight of one stage becomes NaN, or a gradient inf: found on all ranks, nothing changes, and training goes on."""
+    """A weight of the first stage becomes NaN, or a gradient of it inf, in the second step."""
     engine.setup(timeout_seconds=60)
     trained = engine_of(config_of("opt"), "cpu_zero1", pp=2)
     pipeline_step(trained, rows_of(0))

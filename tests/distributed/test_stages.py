@@ -222,7 +222,7 @@ def assert_same_weights(one: Path, two: Path, *, weight: float) -> None:
 
 @pytest.mark.parametrize("name", [*TWO_RANKS, ONE_GROUP, ONE_PIPELINE])
 def test_step1_is_one_trajectory(runs: Runs, name: str) -> None:
-    """1 rank x 4 micro-batches = 2 ranks x 2, ZeRO-0 and ZeRO-3 = 2 ranks on each of 4, which share its tokens or layers.
+    """1 rank x 4 micro-batches = 2 ranks x 2, ZeRO-0 and ZeRO-3 = 2 ranks on each of 4, by tokens or layers.
 
     Sums in another order, through 8 AdamW steps.
     """

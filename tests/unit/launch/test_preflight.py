@@ -45,6 +45,8 @@ def test_tiny_cpu_has_none(tmp_path: Path) -> None:
         ("--ppo.gold_rule=politness", "gold_rule=politness: there is no such rule. Use one of .*politeness"),
         ("--ppo.rollout.tensor_parallel=3", "step3_ppo: rollout.tensor_parallel=3 does not divide the 2 ranks"),
         ("--sft.parallel.sp=3", "step1_sft: parallel.sp=3 does not divide the number of ranks, 2. Use a divisor of it"),
+        ("--sft.parallel.pp=3", "step1_sft: parallel.pp=3 does not divide the number of ranks, 2. Use a divisor of it"),
+        ("--sft.parallel.pp=2", "step1_sft: parallel.pp=2 goes with ZeRO 0 or 1, the DeepSpeed JSON asks for stage 3"),
         ("--ppo.rollout.dtype=bfloat16", "step3_ppo: rollout.dtype=bfloat16, but the actor is trained in float32"),
         ("--ppo.data.split.seed=3", "step3_ppo: data.split=.*a prompt could stand in both"),
         ("--reward.data.template=plain", "step2_reward: data.template=plain, but step1_sft uses auto"),
@@ -73,6 +75,14 @@ def test_heads_that_cannot_be_shared(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(preflight, "_origin", lambda *_: {"model_type": "llama", "num_attention_heads": 3})
     found = problems(tmp_path, overrides=["--sft.parallel.sp=2"])
     assert "step1_sft: parallel.sp=2: the model's 3 attention heads do not divide over 2 ranks" in found
+
+
+def test_a_model_that_is_not_cut_by_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    overrides = ["--sft.parallel.pp=2", "--sft.deepspeed=cpu_zero1"]
+    assert problems(tmp_path, overrides=overrides) == ""
+    monkeypatch.setattr(preflight, "_origin", lambda *_: {"model_type": "bloom", "n_head": 4})
+    found = problems(tmp_path, overrides=overrides)
+    assert "step1_sft: parallel.pp=2: models of model_type bloom are not cut by layers, only opt, gpt2" in found
 
 
 def test_all_at_once(tmp_path: Path) -> None:

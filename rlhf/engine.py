@@ -282,11 +282,15 @@ class TrainEngine:
         self._engine.backward(loss_sum * scale)
         self._at_boundary = last
 
-    def _note_loss(self, loss_sum: Tensor, count: float | Tensor) -> float:
-        """Check a micro-batch's loss, remember it for the step, and give the count as a number."""
+    def _checked_count(self, count: float | Tensor) -> float:
         count = float(count)
         if not count > 0:
             raise ValueError(f"{self.role}: count must be > 0, got {count}. A step without a single token has no loss.")
+        return count
+
+    def _note_loss(self, loss_sum: Tensor, count: float | Tensor) -> float:
+        """Check a micro-batch's loss, remember it for the step, and give the count as a number."""
+        count = self._checked_count(count)
         if loss_sum.ndim != 0 or not loss_sum.requires_grad:
             raise ValueError(
                 f"{self.role}: the loss must be one number that depends on the weights, got shape "

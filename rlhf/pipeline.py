@@ -62,6 +62,10 @@ def check(shape: Mapping[str, Any], ds: Mapping[str, Any], num_stages: int) -> N
             f"{said}: the model has {num_layers} layers, and each stage needs one. Use parallel.pp={num_layers} or "
             "less."
         )
+    _check_json(ds, said)
+
+
+def _check_json(ds: Mapping[str, Any], said: str) -> None:
     zero, dtype = ds.get("zero_optimization", {}), ds_config.dtype_name(ds)
     stage = ds_config.zero_stage(ds)
     if stage > 1:
@@ -84,6 +88,10 @@ def check(shape: Mapping[str, Any], ds: Mapping[str, Any], num_stages: int) -> N
             f"{said}: `data_types.grad_accum_dtype` makes DeepSpeed use another optimizer class, whose gradients the "
             "engine cannot clip. Remove it."
         )
+    for section, wanted in (("wall_clock_breakdown", ds.get("wall_clock_breakdown")),
+                            ("flops_profiler", ds.get("flops_profiler", {}).get("enabled"))):  # fmt: skip
+        if wanted:
+            raise ValueError(f"{said} does not go with `{section}` of the DeepSpeed JSON. Remove it.")
     for section in ("offload_optimizer", "offload_param"):
         if (zero.get(section) or {}).get("device", "none") != "none":
             raise ValueError(f"{said} has not been tried with `zero_optimization.{section}`. Use a JSON without it.")

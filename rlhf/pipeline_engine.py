@@ -93,12 +93,13 @@ class PipelineTrainEngine(TrainEngine):
 
         Args:
             model: whole, the same on all ranks; what other stages have is taken from it.
-            group: of `distributed.pipeline_of`.
+            group: of `distributed.pipeline_of`, two stages at least.
             ds: as for `TrainEngine`; ZeRO 0 or 1.
             optim: as for `TrainEngine`.
             role: as for `TrainEngine`.
             num_steps: as for `TrainEngine`.
         """
+        assert group.by_layers and group.size > 1, "a model on one stage is a TrainEngine's"
         self.group = group
         self._policy = model
         self._watch = Stopwatch()
@@ -115,6 +116,8 @@ class PipelineTrainEngine(TrainEngine):
         self._dtype = getattr(torch, ds_config.dtype_name(self.ds))
         if self._tied_weight is not None:
             self._tied_weight.requires_grad = True
+        # Else all stages would draw the same dropout masks, each for its own layers.
+        torch.manual_seed(torch.initial_seed() + group.rank)
         own = {name: list(weight.shape) for name, weight in model.named_parameters() if weight is not self._copy}
         self._shapes = {name: shape for part in group.gather_objects(own) for name, shape in part.items()}
         dealt = ", ".join(
@@ -146,7 +149,7 @@ class PipelineTrainEngine(TrainEngine):
     @property
     def _copy(self) -> nn.Parameter | None:
         """The last stage's copy of a tied embedding."""
-        return self._tied_weight if self.is_last and self.group.size > 1 else None
+        return self._tied_weight if self.is_last else None
 
     def _end_of_tied_weight(self) -> nn.Parameter | None:
         """A tied embedding, on the two stages that have it."""
@@ -227,6 +230,7 @@ class PipelineTrainEngine(TrainEngine):
         self, batches: Sequence[Batch], loss_of: LossOf[Batch, Said], *, count: float | Tensor
     ) -> Iterator[tuple[Batch, Said]]:
         """As `TrainEngine.accumulate_all`; yields nothing on stages that have no output."""
+        count = self._checked_count(count)  # here, where all stages would raise together
         said: list[tuple[Batch, Said]] = []
         self._engine.total_loss = None
         self._stage.calls.extend(self._call_of(batch, loss_of, count=count, said=said) for batch in batches)
@@ -243,7 +247,7 @@ class PipelineTrainEngine(TrainEngine):
         yield from said
 
     def _call_of(
-        self, batch: Batch, loss_of: LossOf[Batch, Said], *, count: float | Tensor, said: list[tuple[Batch, Said]]
+        self, batch: Batch, loss_of: LossOf[Batch, Said], *, count: float, said: list[tuple[Batch, Said]]
     ) -> Callable[[Tensor], Tensor]:
         """What this stage does in the forward pass of a micro-batch."""
 
@@ -287,7 +291,7 @@ class PipelineTrainEngine(TrainEngine):
     @torch.no_grad()
     def _reduce_gradients(self) -> None:
         """Bring the parts of a tied embedding's gradient together at its owner, then average over replicas."""
-        if self._tied_weight is not None and self.group.size > 1:
+        if self._tied_weight is not None:
             gradient = self._tied_weight.grad
             assert gradient is not None, "the embedding and the head are part of every loss"
             if self.is_last:
@@ -301,7 +305,7 @@ class PipelineTrainEngine(TrainEngine):
 
     def _update(self) -> None:
         self._engine._exec_optimizer_step()
-        if self._tied_weight is not None and self.group.size > 1:
+        if self._tied_weight is not None:
             if self.is_last:
                 p2p.recv(self._tied_weight.data, 0)
             else:

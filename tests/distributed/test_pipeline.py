@@ -267,6 +267,28 @@ def test_what_is_not_finite_is_found_on_all_stages_before_the_update(ranks: Rank
     assert same and other_same and steps == 1
 
 
+def refused_job() -> list[str]:
+    """What is said to a step without a target, on each stage, and to a call that would train."""
+    engine.setup(timeout_seconds=60)
+    trained = engine_of(config_of("opt"), "cpu_zero1", pp=2)
+    batch = collate(rows_of(0)[0], packed=True, group=trained.group)
+    said = []
+    for call in (
+        lambda: list(trained.accumulate_all([batch], loss_of, count=0)),
+        lambda: trained(**batch.sequences.inputs, target_mask_BT=batch.loss_mask_BT),
+    ):
+        with pytest.raises(ValueError) as error:
+            call()
+        said.append(str(error.value))
+    return said
+
+
+def test_what_one_stage_alone_would_find_is_said_by_all(ranks: Ranks) -> None:
+    for no_target, trains in ranks(refused_job):
+        assert "count must be > 0, got 0.0" in no_target
+        assert "is called under torch.no_grad(); it trains by accumulate_all" in trains
+
+
 def bf16_job() -> list[float]:
     engine.setup(timeout_seconds=60)
     ds = {**ds_config.load("cpu_zero1"), "bf16": {"enabled": True}}
@@ -324,10 +346,11 @@ def interrupted_job(folder: Path) -> list[str]:
     return said
 
 
-def test_a_run_resumes_to_the_bit_and_on_its_own_layout_alone(ranks: Ranks, tmp_path: Path) -> None:
-    """Weights, moments, schedule, dropout's generators and metrics of both stages."""
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_run_resumes_to_the_bit_and_on_its_own_layout_alone(ranks: Ranks, tmp_path: Path, world_size: int) -> None:
+    """Weights, moments, schedule, dropout's generators and metrics of both stages, of one pipeline and of two."""
     write_rows(tmp_path / "rows.jsonl", yes_rows(36))
-    other, weights_alone, other_zero = ranks(interrupted_job, folder=tmp_path, timeout=180)[0]
+    other, weights_alone, other_zero = ranks(interrupted_job, folder=tmp_path, world_size=world_size, timeout=240)[0]
     lines = [metric_lines(tmp_path / name) for name in ("whole", "resumed")]
     assert lines[0] == lines[1] and len(lines[0]) > 5
     whole, resumed = (weights(tmp_path / name / "model") for name in ("whole", "resumed"))

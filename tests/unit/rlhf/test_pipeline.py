@@ -51,6 +51,8 @@ def test_more_stages_than_layers() -> None:
         (LLAMA, {"fp16": {"enabled": True}}, "does not train in fp16: an overflow on one stage"),
         (LLAMA, {"bf16": {"enabled": True}, "zero_optimization": {"stage": 0}}, "in bf16 needs ZeRO-1"),
         (LLAMA, {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}, "`data_types.grad_accum"),
+        (LLAMA, {"wall_clock_breakdown": True}, "does not go with `wall_clock_breakdown`"),
+        (LLAMA, {"flops_profiler": {"enabled": True}}, "does not go with `flops_profiler`"),
         (
             LLAMA,
             {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},

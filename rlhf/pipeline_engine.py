@@ -13,7 +13,6 @@ stages, and ZeRO-1 over the ranks that hold the same layers. What is done here, 
 """
 
 import contextlib
-import copy
 import io
 import logging
 import math
@@ -29,17 +28,17 @@ from deepspeed.runtime.pipe import p2p, schedule
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 from deepspeed.utils import groups as ds_groups
 from torch import Tensor, nn
-from transformers.initialization import no_init_weights
 
 from rlhf import distributed, ds_config, heartbeat, memory
 from rlhf.config import OptimConfig
 from rlhf.distributed import Group
 from rlhf.engine import Batch, LossOf, Said, TrainEngine
 from rlhf.metrics import Stats
-from rlhf.models.backbone import base_of, hidden_states
+from rlhf.models.backbone import hidden_states
 from rlhf.models.pipeline_part import keep_part
 from rlhf.models.policy import Policy, PolicyOutput
 from rlhf.optimizers import parameter_groups
+from rlhf.pipeline_weights import gather_weights, whole_model
 from rlhf.stopwatch import Stopwatch
 
 logger = logging.getLogger(__name__)
@@ -106,10 +105,7 @@ class PipelineTrainEngine(TrainEngine):
         self._span = (0, 0)
         self._busy: list[tuple[int, int]] = []
         self._coming: deque[Tensor] = deque()
-        part = keep_part(model.model, number=group.rank, num_stages=group.size)
-        self.layers = part.layers
-        """That this rank has."""
-        self._names, self._tied = part.names, part.tied
+        self._part = keep_part(model.model, number=group.rank, num_stages=group.size)
         self._tied_weight = self._end_of_tied_weight()
         self._hidden_size = int(model.config.get_text_config().hidden_size)
         super().__init__(model, ds=ds, optim=optim, role=role, num_steps=num_steps)
@@ -122,9 +118,14 @@ class PipelineTrainEngine(TrainEngine):
         self._shapes = {name: shape for part in group.gather_objects(own) for name, shape in part.items()}
         dealt = ", ".join(
             f"{layers.start}-{layers.stop - 1} ({size / 1e6:.1f} M weights)"
-            for layers, size in group.gather_objects((part.layers, sum(p.numel() for p in model.parameters())))
+            for layers, size in group.gather_objects((self._part.layers, sum(p.numel() for p in model.parameters())))
         )
         logger.info("%s: %d pipelines of %d stages, layers %s", role, group.count, group.size, dealt)
+
+    @property
+    def layers(self) -> range:
+        """That this rank has."""
+        return self._part.layers
 
     @property
     def is_first(self) -> bool:
@@ -153,7 +154,7 @@ class PipelineTrainEngine(TrainEngine):
 
     def _end_of_tied_weight(self) -> nn.Parameter | None:
         """A tied embedding, on the two stages that have it."""
-        for head, embedding in self._tied.items():
+        for head, embedding in self._part.tied.items():
             if self.is_first or self.is_last:
                 return self._policy.model.get_parameter(embedding if self.is_first else head)
         return None
@@ -326,31 +327,10 @@ class PipelineTrainEngine(TrainEngine):
     def full_state_dict(self, module: nn.Module | None = None) -> dict[str, Tensor] | None:
         """As `TrainEngine.full_state_dict`, of all stages: each sends rank 0 its weights one by one. Collective."""
         assert module is None or module is self._policy.model, "the policy or its model"
-        prefix = "model." if module is None else ""
-        exported: dict[str, Tensor] = {}
         with distributed.together("exporting weights"), torch.no_grad():
-            if self.group.number == 0:
-                for name, tensor in self._owned_weights():
-                    if distributed.is_main():
-                        exported[name] = tensor.detach().to("cpu", copy=True)
-        if not distributed.is_main():
-            return None
-        for head, embedding in self._tied.items():
-            exported[head] = exported[embedding]
-        return {f"{prefix}{name}": exported[name] for name in self._names}
-
-    def _owned_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Each saved tensor of the model's first replica under its name, on the first stage; the others send theirs."""
-        own = {name: tensor for name, tensor in self._policy.model.state_dict().items() if name not in self._tied}
-        kinds = self.group.gather_objects({name: (tensor.shape, tensor.dtype) for name, tensor in own.items()})
-        for number, kind in enumerate(kinds):
-            for name, (shape, dtype) in kind.items():
-                if number == self.group.rank == 0:
-                    yield name, own[name]
-                elif self.is_first:
-                    yield name, self.group.receive_(torch.empty(shape, dtype=dtype, device=self.device), number)
-                elif number == self.group.rank:
-                    self.group.send(own[name], 0)
+            exported = gather_weights(self._policy.model, self._part, self.group) if self.group.number == 0 else {}
+        prefix = "model." if module is None else ""
+        return {f"{prefix}{name}": value for name, value in exported.items()} if distributed.is_main() else None
 
     def check_lendable(self) -> None:
         """Check that there is room for what `generation_module` copies. Collective.
@@ -372,37 +352,12 @@ class PipelineTrainEngine(TrainEngine):
     def generation_module(self) -> Iterator[nn.Module]:
         """The whole model to generate with, in eval mode: a copy on each rank while the block runs. Collective."""
         heartbeat.call(self.role)
-        whole = self._whole()
+        whole = whole_model(self._policy.model, self._part, self.group)
         try:
             yield Policy(whole, chunk_tokens=self._policy.chunk_tokens)
         finally:
             for parameter in whole.parameters():
                 parameter.data = torch.empty(0)
-
-    @torch.no_grad()
-    def _whole(self) -> nn.Module:
-        base = base_of(self._policy.model)
-        with torch.device("meta"), no_init_weights():
-            whole = type(base)(copy.deepcopy(cast(Any, base).config)).eval()
-        cast(Any, whole).generation_config = cast(Any, base).generation_config
-        own = dict(base.named_parameters())
-        names = {name for name, _ in whole.named_parameters(remove_duplicate=False)}
-        for number, kind in enumerate(
-            self.group.gather_objects({name: (weight.shape, weight.dtype) for name, weight in own.items()})
-        ):
-            for name, (shape, dtype) in kind.items():
-                if name in self._tied:
-                    continue
-                mine = number == self.group.rank
-                weight = own[name].data.clone() if mine else torch.empty(shape, dtype=dtype, device=self.device)
-                parameter = nn.Parameter(self.group.broadcast_(weight, number), requires_grad=False)
-                for target in [name, *(head for head, embedding in self._tied.items() if embedding == name)]:
-                    path, _, leaf = target.rpartition(".")
-                    setattr(whole.get_submodule(path), leaf, parameter)
-                    names.discard(target)
-        assert not names, f"no stage has {sorted(names)}"
-        _take_buffers(whole, base)
-        return whole
 
     # Its states.
 
@@ -419,13 +374,3 @@ class PipelineTrainEngine(TrainEngine):
     def describe(self) -> dict[str, Any]:
         """As `TrainEngine.describe`, with the stages, whose files a state holds."""
         return {**super().describe(), "pipeline stages": self.group.size}
-
-
-def _take_buffers(whole: nn.Module, part: nn.Module) -> None:
-    """Use the part's tensors that are not weights, such as rotary frequencies, which every stage has."""
-    theirs = dict(part.named_modules())
-    for path, module in whole.named_modules():
-        for name in [n for n, value in vars(module).items() if isinstance(value, Tensor)]:
-            setattr(module, name, getattr(theirs[path], name))
-        for name in module._buffers:
-            module._buffers[name] = theirs[path]._buffers[name]

@@ -72,6 +72,7 @@ LAYERS = (
         "optimizers",
         "profile",
         "stopwatch",
+        "pipeline_weights",
     ),
     ("engine", "pipeline_engine", "run", "rollout", "checkpoint", "model_folder"),
     ("stage", "bench", "from_state", "links"),

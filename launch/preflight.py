@@ -18,7 +18,7 @@ from typing import Any
 from launch.inputs import free_bytes, is_hub_name, model_folders, model_shape, source_path
 from launch.placement import Placement, accelerator_visible, count_devices, port_is_free
 from launch.recipe import FOLDERS, Recipe, Stage
-from rlhf import artifacts, combinations, ds_config
+from rlhf import artifacts, combinations, ds_config, pipeline
 from rlhf.config import DataConfig, ModelConfig, OptimConfig, RunConfig
 from rlhf.models.split import check_heads, check_rollout_split, check_training_split
 from rlhf.rules import RULES
@@ -298,17 +298,26 @@ def _rollout_problems(stage: Stage, stages: Sequence[Stage], world_size: int) ->
 
 
 def _parallel_problems(stage: Stage, stages: Sequence[Stage], world_size: int) -> Iterator[Problem]:
-    parallel = stage.config.parallel
+    parallel, ds_configs = stage.config.parallel, stage.ds_configs()
     try:
         parallel.check_ranks(world_size)
         for name in _optims(stage):
             from_reward = name == "critic" and not stage.models()[name].path
             shape = _origin(stage, "reward" if from_reward else name, stages)
             check_heads(shape, parallel.sp, said=f"parallel.sp={parallel.sp}")
+            pipeline.check(shape, _json_of(ds_configs[name]), parallel.pp)
             if shape:
                 check_training_split(shape, parallel.tp, name=name)
     except ValueError as error:
         yield Problem(str(error))
+
+
+def _json_of(name: str) -> Mapping[str, Any]:
+    """A DeepSpeed JSON; empty where it cannot be read, which `_ds_config_problems` says."""
+    try:
+        return ds_config.load(name)
+    except (ValueError, OSError):
+        return {}
 
 
 def _split_problems(stages: Sequence[Stage]) -> Iterator[Problem]:

@@ -362,6 +362,13 @@ class Checkpoints:
 
     def _load_converted(self, state: Path, record: Mapping[str, Any], name: str, converter: Converter) -> None:
         layout = record["engines"][name]
+        stages = [layout.get("pipeline", 1), self.engines[name].layout().get("pipeline", 1)]
+        if max(stages) > 1:
+            raise StateError(
+                f"{state} was saved by a pipeline of {stages[0]} stages, this run has {stages[1]}, and ranks or ZeRO "
+                "stage may differ: what a pipeline saves is not converted. Resume with the parallel section, the ranks "
+                "and the JSON of the save."
+            )
         with _scratch(self.folder / f".universal_{name}") as folder:
             with distributed.together(f"converting {state / name}"):
                 if distributed.is_main():

@@ -98,6 +98,7 @@ WAYS = (
     Way(name="compile", knob="compile", setting="model.compile", is_on=lambda role: role.model.compile),
     Way(name="LoRA", knob="lora", setting="model.lora.rank", is_on=lambda role: role.model.lora.rank > 0),
     Way(name="rows shared", knob="sp", setting="parallel.sp", is_on=lambda role: role.parallel.sp > 1),
+    Way(name="layers dealt", knob="pp", setting="parallel.pp", is_on=lambda role: role.parallel.pp > 1),
     Way(name="weights shared", knob="tp", setting="parallel.tp", is_on=lambda role: role.parallel.tp > 1),
 )  # fmt: skip
 BY_NAME = {way.name: way for way in WAYS}
@@ -112,6 +113,18 @@ REFUSED: Mapping[tuple[str, ...], str] = {
     **{("ZeRO-0", dtype, "weights shared"): _CLIP for dtype in ("bf16", "fp16")},
     **{(name, "weights shared"): "it would take a rank's share of a weight for the whole. Use optim.name=adamw."
        for name in ("Muon", "8-bit AdamW")},
+    **{(way, "layers dealt"): "it is ZeRO-3's, and a pipeline takes a JSON of stage 1 or 0. Set one of the two off."
+       for way in ("hpZ", "qgZ", "qwZ", "weight offload")},
+    **{(f"ZeRO-{stage}", "layers dealt"):
+       "gradients or weights would be exchanged in every micro-batch. Use a JSON of stage 1 or 0." for stage in (2, 3)},
+    ("fp16", "layers dealt"): "an overflow on one stage is not known to the others. Use bf16.",
+    ("ZeRO-0", "bf16", "layers dealt"):
+        "at stage 0 gradients become fp32 inside DeepSpeed's step only, where no norm over all layers is taken. Use "
+        "a JSON of stage 1.",
+    ("LoRA", "layers dealt"): "adapters are not dealt. Set one of the two off; a frozen base fits by ZeRO-3.",
+    **{(way, "layers dealt"): _UNTRIED
+       for way in ("optimizer offload", "Muon", "8-bit AdamW", "compile", "rows shared")},
+    ("layers dealt", "weights shared"): _UNTRIED,
     ("LoRA", "weights shared"): "adapters are not shared. Set one of the two off.",
     ("float8", "weights shared"): _UNTRIED,
     ("compile", "weights shared"): _UNTRIED,

@@ -253,13 +253,13 @@ class ParallelConfig:
     """Ranks that share each row's tokens; 1: each rank has rows of its own."""
     tp: int = 1
     """Ranks that share the weights of the trained models, and so their rows; 1: each rank, or ZeRO, has all."""
+    pp: int = 1
+    """Pipeline stages that the model's layers are dealt to; 1: each rank has all layers."""
 
     def __post_init__(self) -> None:
-        for name in ("sp", "tp"):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"parallel.{name} must be >= 1, got {getattr(self, name)}. Use 1 for ranks that share nothing."
-                )
+        for name, size in vars(self).items():
+            if size < 1:
+                raise ValueError(f"parallel.{name} must be >= 1, got {size}. Use 1 for ranks that share nothing.")
 
     def check_model(self, model: ModelConfig, data: DataConfig, *, name: str = "model") -> None:
         """Check that the model, that of section `name`, can be trained by ranks that share rows or weights.
@@ -280,14 +280,15 @@ class ParallelConfig:
                     f"is {model.attention}. Use sdpa, or parallel.{knob}=1."
                 )
 
-    def check_whole_rows(self) -> None:
-        """Check that no row's tokens are divided, for a stage that cannot do it.
+    def check_has(self, *names: str) -> None:
+        """Check that nothing is asked for but what a stage has.
 
         Raises:
-            ValueError: they are.
+            ValueError: something is.
         """
-        if self.sp > 1:
-            raise ValueError(f"parallel.sp={self.sp}: only step 1 divides the tokens of rows. Set it to 1.")
+        for name, size in vars(self).items():
+            if size > 1 and name not in names:
+                raise ValueError(f"parallel.{name}={size}: only step 1 has it. Set it to 1.")
 
     def check_ranks(self, num_ranks: int) -> None:
         """Check that so many ranks divide into groups.
@@ -295,8 +296,7 @@ class ParallelConfig:
         Raises:
             ValueError: they do not.
         """
-        for name in ("sp", "tp"):
-            size = getattr(self, name)
+        for name, size in vars(self).items():
             if num_ranks % size:
                 raise ValueError(
                     f"parallel.{name}={size} does not divide the number of ranks, {num_ranks}. Use a divisor of it, or "

@@ -5,6 +5,7 @@ world of one. Every function below then works in both cases, so that no caller a
 "collective" must be made by every rank in the same order.
 """
 
+import functools
 import os
 import socket
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ T = TypeVar("T")
 _world_group: dist.ProcessGroup | None = None
 _timeout = timedelta(seconds=1800)
 _groups: dict[int, "Group"] = {}
+"""By size; pipelines by their size below 0."""
 _across: dict[int, dist.ProcessGroup] = {}
 
 
@@ -184,18 +186,21 @@ def ranks_here() -> int:
 
 @dataclass(frozen=True)
 class Group:
-    """Consecutive ranks that share work among themselves; `group_of` makes it. Its methods are collectives in it."""
+    """Ranks that share work among themselves. Its methods are collectives in it."""
 
     rank: int
     """This process's number in the group."""
     size: int
     handle: dist.ProcessGroup | None
     """For a library that asks for it; None at size 1."""
+    by_layers: bool = False
+    """The ranks lie `count` apart and have a part of the layers each, in their order (`pipeline_of`); else they are
+    consecutive and have a part of each row's tokens each (`group_of`)."""
 
     @property
     def number(self) -> int:
         """Which of the groups of this size it is."""
-        return rank() // self.size
+        return rank() % self.count if self.by_layers else rank() // self.size
 
     @property
     def count(self) -> int:
@@ -250,6 +255,22 @@ class Group:
         All members go on alike from the result, so that each part's gradient is its slice of the whole's.
         """
         return x if self.size == 1 else cast(Tensor, cast(Any, _Join).apply(x, self))
+
+    def broadcast_(self, x: Tensor, source: int) -> Tensor:
+        """Replace x by what a member has, no gradient; gives it back."""
+        if self.size > 1:
+            dist.broadcast(x, group=self.handle, group_src=source)
+        return x
+
+    def send(self, x: Tensor, to: int) -> None:
+        """Send x to a member, which calls `receive_`; of these two alone."""
+        dist.send(x.contiguous(), group=self.handle, group_dst=to)
+
+    def receive_(self, x: Tensor, source: int) -> Tensor:
+        """Replace x by what a member sends; gives it back."""
+        dist.recv(x, group=self.handle, group_src=source)
+        heartbeat.tick()
+        return x
 
     def exchange(self, x: Tensor) -> Tensor:
         """Part i of x goes to member i, and part j of the result is what member j had for this one; with gradient.
@@ -338,6 +359,38 @@ def group_across(size: int) -> dist.ProcessGroup:
             if rank() % size == place:
                 _across[size] = handle
     return _across[size]
+
+
+def pipeline_of(size: int) -> Group:
+    """This rank's pipeline among pipelines of `size` stages, made once. Collective over all ranks.
+
+    Ranks that hold the same layers are neighbours, since they exchange most.
+
+    Raises:
+        ValueError: the number of ranks is not a multiple of it.
+    """
+    if size == 1:
+        return group_of(1)
+    if world_size() % size:
+        raise ValueError(f"{world_size()} ranks do not divide into pipelines of {size} stages.")
+    count = world_size() // size
+    if -size not in _groups:
+        for first in range(count):
+            handle = dist.new_group(ranks=list(range(first, world_size(), count)), timeout=_timeout)
+            if rank() % count == first:
+                _groups[-size] = Group(rank() // count, size, handle, by_layers=True)
+    return _groups[-size]
+
+
+@contextmanager
+def own_timeout() -> Iterator[None]:
+    """Process groups that a library makes inside wait as long as `init` was told, not as long as torch would."""
+    made = dist.new_group
+    dist.new_group = functools.partial(made, timeout=_timeout)
+    try:
+        yield
+    finally:
+        dist.new_group = made
 
 
 def barrier() -> None:

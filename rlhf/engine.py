@@ -16,11 +16,11 @@ import itertools
 import math
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ from rlhf.config import OptimConfig
 from rlhf.distributed import Group
 from rlhf.engine_memory import num_bytes, optimizer_bytes, weight_bytes
 from rlhf.health import UnhealthyError
+from rlhf.metrics import Stats
 from rlhf.models.compiled import compiled_blocks
 from rlhf.models.tensor_parallel import cut_of, is_share
 from rlhf.mpu import ModelParallelUnit
@@ -50,6 +51,11 @@ from deepspeed.runtime.zero import utils as zero_utils  # noqa: E402
 from deepspeed.utils import groups as ds_groups  # noqa: E402
 
 from rlhf import universal  # noqa: E402
+
+Batch = TypeVar("Batch")
+Said = TypeVar("Said")
+LossOf = Callable[[Callable[..., Any], Batch], tuple[Tensor, Said]]
+"""Calls the model on a micro-batch: its loss, summed over tokens (or pairs), and what is to be said of it."""
 
 _folder_numbers = itertools.count()
 # The term that torch.nn.utils.clip_grad_norm_ adds to the norm before it divides.
@@ -90,6 +96,8 @@ class StepStats:
     """Learning rate of this step."""
     skipped: bool
     """fp16 overflowed: the loss scale was lowered, no weight changed, the schedule stays where it was."""
+    stats: Stats = field(default_factory=dict)
+    """What else is measured of the step, as this rank's part of metrics."""
 
 
 def setup(timeout_seconds: float = 1800) -> None:
@@ -225,10 +233,10 @@ class TrainEngine:
         """What the schedule's rates are multiplied by (`rlhf/health.py`)."""
         self._trains_all = all(p.requires_grad for p in model.parameters())
         self.ds = ds_config.resolve(
-            ds, optim=optim, world_size=self.tensor.count, trainable=True, lora=not self._trains_all
+            ds, optim=optim, world_size=self.num_replicas, trainable=True, lora=not self._trains_all
         )
         self._mpu = ModelParallelUnit.of(self.tensor.size) if self.tensor.size > 1 else None
-        self._engine = _initialize(model, self.ds, optim=optim, mpu=self._mpu)
+        self._engine = self._wrap(model)
         if self.zero_stage == 0 and self.tensor.count == 1:
             # DeepSpeed would copy all gradients into a bucket and back, to reduce them over one rank.
             self._engine.enable_backward_allreduce = False
@@ -243,6 +251,15 @@ class TrainEngine:
         self._loss = torch.zeros((), dtype=torch.float64, device=self.device)
         self._at_boundary = False
         self._gradient_bytes = 0
+
+    def _wrap(self, model: nn.Module) -> Any:
+        """DeepSpeed's engine."""
+        return _initialize(model, self.ds, optim=self.optim, mpu=self._mpu)
+
+    @property
+    def num_replicas(self) -> int:
+        """Ranks over which DeepSpeed averages gradients, each with micro-batches of its own."""
+        return self.tensor.count
 
     @property
     def is_sharded(self) -> bool:
@@ -272,6 +289,24 @@ class TrainEngine:
         """Dropout off."""
         self._engine.eval()
 
+    def accumulate_all(
+        self, batches: Sequence[Batch], loss_of: LossOf[Batch, Said], *, count: float | Tensor
+    ) -> Iterator[tuple[Batch, Said]]:
+        """Add the gradients of all micro-batches of a step. Collective.
+
+        Args:
+            batches: this rank's, as many as every other rank's.
+            loss_of: is given the model to call and a micro-batch.
+            count: as in `accumulate`.
+
+        Yields:
+            Each micro-batch with what `loss_of` says of it. To be iterated to the end.
+        """
+        for i, batch in enumerate(batches):
+            loss_sum, said = loss_of(self, batch)
+            self.accumulate(loss_sum, count=count, last=i == len(batches) - 1)
+            yield batch, said
+
     def accumulate(self, loss_sum: Tensor, *, count: float | Tensor, last: bool) -> None:
         """Add one micro-batch's gradients. Collective.
 
@@ -284,17 +319,7 @@ class TrainEngine:
         Raises:
             ValueError: count is not positive, or the loss does not depend on the weights.
         """
-        count = float(count)
-        if not count > 0:
-            raise ValueError(f"{self.role}: count must be > 0, got {count}. A step without a single token has no loss.")
-        if loss_sum.ndim != 0 or not loss_sum.requires_grad:
-            raise ValueError(
-                f"{self.role}: the loss must be one number that depends on the weights, got shape "
-                f"{tuple(loss_sum.shape)}, requires_grad {loss_sum.requires_grad}. For an empty micro-batch pass "
-                "0 times the sum of the model's outputs."
-            )
-        self._loss_is_finite &= torch.isfinite(loss_sum.detach())
-        self._loss += loss_sum.detach() / count
+        count = self._note_loss(loss_sum, count)
         heartbeat.call(self.role)
         self._engine.set_gradient_accumulation_boundary(last)
         # DeepSpeed averages over ranks, so the world size here makes it a sum over ranks, over the count. With shares
@@ -307,6 +332,25 @@ class TrainEngine:
             self._engine.backward(loss_sum * scale)
         self._at_boundary = last
 
+    def _checked_count(self, count: float | Tensor) -> float:
+        count = float(count)
+        if not count > 0:
+            raise ValueError(f"{self.role}: count must be > 0, got {count}. A step without a single token has no loss.")
+        return count
+
+    def _note_loss(self, loss_sum: Tensor, count: float | Tensor) -> float:
+        """Check a micro-batch's loss, remember it for the step, and give the count as a number."""
+        count = self._checked_count(count)
+        if loss_sum.ndim != 0 or not loss_sum.requires_grad:
+            raise ValueError(
+                f"{self.role}: the loss must be one number that depends on the weights, got shape "
+                f"{tuple(loss_sum.shape)}, requires_grad {loss_sum.requires_grad}. For an empty micro-batch pass "
+                "0 times the sum of the model's outputs."
+            )
+        self._loss_is_finite &= torch.isfinite(loss_sum.detach())
+        self._loss += loss_sum.detach() / count
+        return count
+
     @torch.no_grad()
     def step(self) -> StepStats:
         """Clip and update the weights from what has been accumulated. Collective.
@@ -317,7 +361,7 @@ class TrainEngine:
         assert self._at_boundary, "step() follows accumulate(..., last=True)"
         heartbeat.call(self.role)
         self._at_boundary = False
-        gradients = _averaged_gradients(self._engine, self.zero_stage)
+        gradients = averaged_gradients(self._engine, self.zero_stage)
         self._gradient_bytes = num_bytes(gradient for _, gradient in gradients)
         loss, norm = self._checked_norm(gradients)
         lr = self.optim.lr * self._lr_multiplier() * self.lr_scale
@@ -327,11 +371,18 @@ class TrainEngine:
             coefficient = self.optim.clip_norm / (norm + CLIP_EPS)
             if coefficient < 1:
                 torch._foreach_mul_([gradient for _, gradient in gradients], coefficient)
-        with _asking(self._mpu):
-            self._engine.step()
+        self._update()
         skipped = not self._engine.was_step_applied()
         self.step_count += not skipped
-        return StepStats(loss=loss, grad_norm=norm, lr=lr, skipped=skipped)
+        return StepStats(loss=loss, grad_norm=norm, lr=lr, skipped=skipped, stats=self._step_metrics())
+
+    def _update(self) -> None:
+        """Let DeepSpeed make the step with the gradients that it has."""
+        with _asking(self._mpu):
+            self._engine.step()
+
+    def _step_metrics(self) -> Stats:
+        return {}
 
     @torch.no_grad()
     def discard_gradients(self) -> None:
@@ -340,10 +391,9 @@ class TrainEngine:
         Only a step clears all that DeepSpeed keeps of an accumulation. It is made with gradients of 0, and what it does
         to weights and moments is overwritten by the state.
         """
-        for _, gradient in _averaged_gradients(self._engine, self.zero_stage):
+        for _, gradient in averaged_gradients(self._engine, self.zero_stage):
             gradient.zero_()
-        with _asking(self._mpu):
-            self._engine.step()
+        self._update()
 
     def _lr_multiplier(self) -> float:
         return lr_multiplier(
@@ -371,12 +421,16 @@ class TrainEngine:
         for rank, (_, bad, _) in enumerate(parts):
             if bad:
                 raise NonFiniteError(step=self.step_count, rank=rank, role=self.role, what="the loss is not finite")
-        # At stage 0 every rank holds all gradients (of its shares), else its own shard of them.
-        total = sum(part for part, _, _ in (parts[: self.tensor.size] if self.zero_stage == 0 else parts))
+        total = sum(parts[rank][0] for rank in self._ranks_of_all_gradients())
         if not math.isfinite(total) and ds_config.dtype_name(self.ds) != "float16":
             self._raise_bad_gradient([rank for rank, (part, _, _) in enumerate(parts) if not math.isfinite(part)])
         norm = math.sqrt(total) / self._loss_scale() if math.isfinite(total) else math.inf
         return sum(loss for _, _, loss in parts), norm
+
+    def _ranks_of_all_gradients(self) -> Sequence[int]:
+        """Ranks that hold the averaged gradient of each weight once together."""
+        # At stage 0 every rank holds all gradients (of its shares), else its own shard of them.
+        return range(self.tensor.size if self.zero_stage == 0 else distributed.world_size())
 
     def _raise_bad_gradient(self, ranks: list[int]) -> None:
         found = distributed.all_gather_objects(_non_finite_names(self._engine, self.zero_stage))
@@ -608,7 +662,7 @@ def _initialize(
     return engine
 
 
-def _averaged_gradients(engine: Any, zero_stage: int) -> list[tuple[nn.Parameter, Tensor]]:
+def averaged_gradients(engine: Any, zero_stage: int) -> list[tuple[nn.Parameter, Tensor]]:
     """The tensors that DeepSpeed's next step will read: all gradients at stage 0, else this rank's shard.
 
     They are scaled in place, so they have to be the ones DeepSpeed uses and no copies. Before each stands its weight,

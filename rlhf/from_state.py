@@ -81,6 +81,11 @@ def convert_state(state: Path, model: ModelConfig, out_dir: Path, *, engine: str
             f"{state} holds {engine} in shares of {shares} ranks (parallel.tp), which are not put together here. "
             "Resume the run on its own ranks to its end: the model folder that it writes is whole."
         )
+    if "pipeline" in layout:
+        raise StateError(
+            f"{state} was saved by a pipeline of {layout['pipeline']} stages, whose files are not converted. Resume "
+            "the run: its end writes the model folder."
+        )
     tokenizer = load_tokenizer(str(state.parent / states.TOKENIZER))
     build: _Build = build_causal_lm if kind == "policy" else build_reward_model
     built = build(model, tokenizer, seed=seed)

@@ -74,6 +74,11 @@ METRICS: dict[str, Metric] = {
         "up",
         "FLOPs that the algorithm needs for the real tokens, per wall second of training and rank.",
     ),
+    "speed/bubble_frac": _metric(
+        "fraction",
+        "down",
+        "Part of the time of a step's micro-batches in which a pipeline's rank computes nothing: it waits or sends.",
+    ),
     "memory/weights_bytes": _metric(
         "bytes", "down", "Weights of all models on the rank that holds most, without the optimiser's own copy."
     ),

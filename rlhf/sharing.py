@@ -1,4 +1,4 @@
-"""Which ranks work on the same rows: those that share each row's tokens, or those that share the model's weights."""
+"""Which ranks work on the same rows: those that share each row's tokens, or the model's weights, or its layers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,9 +7,9 @@ from typing import TypeVar
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from rlhf import combinations
+from rlhf import combinations, pipeline
 from rlhf.combinations import Role
-from rlhf.distributed import Group, group_of, world_size
+from rlhf.distributed import Group, group_of, pipeline_of, world_size
 from rlhf.models.attention import FAMILIES, takes_layout
 from rlhf.models.build import read_config
 from rlhf.models.split import check_heads, check_training_split
@@ -27,11 +27,18 @@ class Sharing:
     """Each has a part of a row's tokens."""
     tensor: Group
     """Each has a share of every large weight."""
+    pipeline: Group
+    """Each has some of the layers."""
 
     @property
     def rows(self) -> Group:
         """The ranks that are given the same rows."""
-        return self.tensor if self.tensor.size > 1 else self.sequence
+        return self.tensor if self.tensor.size > 1 else self.divided
+
+    @property
+    def divided(self) -> Group:
+        """The ranks among which a batch's tokens or targets are divided when it is collated."""
+        return self.pipeline if self.pipeline.size > 1 else self.sequence
 
     def one_of_each(self, parts: Sequence[T]) -> Sequence[T]:
         """Of what all ranks have said of their rows, in rank order, what the first rank of each group has."""
@@ -57,7 +64,7 @@ def share_rows(models: Mapping[str, Role], tokenizer: PreTrainedTokenizerBase) -
     parallel.check_ranks(world_size())
     for name, trained in models.items():
         combinations.check(trained)
-        if parallel.sp == parallel.tp == 1:
+        if max(parallel.sp, parallel.tp, parallel.pp) == 1:
             continue
         config = read_config(trained.model, tokenizer)
         shape = config.get_text_config().to_dict()
@@ -71,4 +78,5 @@ def share_rows(models: Mapping[str, Role], tokenizer: PreTrainedTokenizerBase) -
                 )
             check_heads(shape, parallel.sp, said=said)
         check_training_split(shape, parallel.tp, name=name)
-    return Sharing(sequence=group_of(parallel.sp), tensor=group_of(parallel.tp))
+        pipeline.check(shape, trained.ds, parallel.pp)
+    return Sharing(sequence=group_of(parallel.sp), tensor=group_of(parallel.tp), pipeline=pipeline_of(parallel.pp))

@@ -53,7 +53,7 @@ def evaluate_loss(
             dataset, batching=batching, rank=sharing.rows.number, world_size=sharing.rows.count, max_rows=max_rows
         ):
             batch = collate_sft(
-                rows, pad_id=pad_id, device=policy.device, packed=batching.packed, group=sharing.sequence
+                rows, pad_id=pad_id, device=policy.device, packed=batching.packed, group=sharing.divided
             )
             sequences = batch.sequences
             output = policy(**sequences.inputs, target_mask_BT=batch.loss_mask_BT)

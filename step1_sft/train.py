@@ -4,11 +4,12 @@ Run with `deepspeed --module step1_sft.train --config sft.yaml`, or as one plain
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from rlhf import ds_config
 from rlhf.checkpoint import Checkpoints
@@ -21,10 +22,12 @@ from rlhf.data.loader import Loader, evenly_spaced
 from rlhf.data.prefetch import Prefetch
 from rlhf.distributed import all_sum, device, device_type, shutdown
 from rlhf.engine import TrainEngine, setup, zero3_init
+from rlhf.metrics import Stats
 from rlhf.models import liger
 from rlhf.models.build import build_causal_lm, check_length_fits
 from rlhf.models.policy import Policy
 from rlhf.models.token_stats import TokenStats, token_stats
+from rlhf.pipeline_engine import PipelineTrainEngine, train_engine
 from rlhf.rollout.answers import Voice, answer_rows
 from rlhf.run import Run
 from rlhf.sharing import Sharing, share_rows
@@ -81,7 +84,7 @@ def train(cfg: SFTConfig) -> None:
                 device=device(),
                 packed=batching.packed,
                 loss_on=cfg.loss_on,
-                group=sharing.sequence,
+                group=sharing.divided,
             )
             for rows in micro_batches
         ]
@@ -93,8 +96,7 @@ def train(cfg: SFTConfig) -> None:
         model = build_causal_lm(cfg.model, language.tokenizer, seed=cfg.run.seed)
     check_length_fits(model.config, cfg.data.max_prompt_tokens + cfg.data.max_response_tokens)
     wrapped = Policy(sharing.share(model), closed_form=choose_loss(cfg.fused_loss, zero_stage=ds_config.zero_stage(ds)))
-    policy = TrainEngine(wrapped, ds=ds, optim=cfg.optim, role="policy", num_steps=len(loader),
-                         tensor=sharing.tensor)  # fmt: skip
+    policy = train_engine(wrapped, sharing=sharing, ds=ds, optim=cfg.optim, role="policy", num_steps=len(loader))
     evaluate = make_evaluation(cfg, policy, language, batching, sharing, run)
     run.watch([policy], shape=flop_shape(wrapped), lora=cfg.model.lora.rank, counts=sharing.tensor.rank == 0)
     checkpoints = Checkpoints(run, {"policy": policy}, {"loader": loader}, language=language)
@@ -105,13 +107,11 @@ def train(cfg: SFTConfig) -> None:
         with checkpoints.guarded(step):
             with run.timer("update"):
                 count = all_sum(torch.stack([batch.loss_mask_BT.sum() for batch in batches]).sum())
-                for i, batch in enumerate(batches):
-                    output = policy(**batch.sequences.inputs, target_mask_BT=batch.loss_mask_BT)
-                    loss_sum, stats = sft_loss_sum(output, batch.loss_mask_BT)
-                    policy.accumulate(loss_sum, count=count, last=i == len(batches) - 1)
+                for batch, stats in policy.accumulate_all(batches, loss_of, count=count):
                     run.metrics.add(stats)
                     run.count_batch(batch.sequences, num_targets=batch.num_targets)
                 update = policy.step()
+            run.metrics.add(update.stats)
             run.metrics.set({"train/lr": update.lr, "train/grad_norm": update.grad_norm})
             run.observe(step, {"loss": update.loss})
             run.log(step)
@@ -122,6 +122,12 @@ def train(cfg: SFTConfig) -> None:
     metrics = headline(before, after)
     folder = export_model(policy, language, run, kind="policy", parents=[cfg.model.path], metrics=metrics)
     run.finish(metrics, folder)
+
+
+def loss_of(policy: Callable[..., Any], batch: TokenBatch) -> tuple[Tensor, Stats]:
+    """The summed loss of a micro-batch, and its metrics."""
+    output = policy(**batch.sequences.inputs, target_mask_BT=batch.loss_mask_BT)
+    return sft_loss_sum(output, batch.loss_mask_BT)
 
 
 def choose_loss(fused: str, *, zero_stage: int) -> TokenStats:
@@ -150,6 +156,8 @@ def make_evaluation(
         cfg.data, stage="ppo", part="eval", template=language.template, tokenizer=language.tokenizer
     )
     rows = [prompts[i] for i in evenly_spaced(len(prompts), cfg.eval.generate_rows)]
+    if rows and isinstance(policy, PipelineTrainEngine):
+        policy.check_lendable()
     scoring = choose_scoring(
         batching,
         {"policy": cfg.model},

@@ -293,7 +293,7 @@ class PPOConfig:
             )
 
     def _check_parallel(self) -> None:
-        self.parallel.check_whole_rows()
+        self.parallel.check_has("tp")
         for role in ("actor", "critic"):
             self.parallel.check_model(getattr(self, role), self.data, name=role)
         if (tp := self.parallel.tp) == 1:

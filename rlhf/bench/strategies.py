@@ -102,6 +102,8 @@ def strategies(number: int, ranks: int, dtype: str) -> list[Strategy]:
             Strategy(name="ZeRO-3, rows shared", zero=stage3, stage=shared),
             Strategy(name="ZeRO-3, rows shared, recompute full", zero=stage3, stage=shared,
                      model={"recompute": "full"}),
+            Strategy(name="PP 2", zero={"stage": 0}, stage={"parallel.pp": 2}),
+            Strategy(name="ZeRO-1, PP 2", zero={"stage": 1}, stage={"parallel.pp": 2}),
         ]  # fmt: skip
     return found
 

@@ -136,14 +136,16 @@ def collate_sft(
         device: of the tensors.
         packed: one row without padding, for models that take it (`models.attention.takes_layout`).
         loss_on: `responses`: the rows' own masks; `all`: every token but the first.
-        group: of ranks that share the packed row and collate the same rows; None or one rank: nobody shares it.
+        group: of ranks that collate the same rows, and share the packed row or the model's layers; None: of one rank.
     """
     sequences, place_T = _sequences([row.token_ids for row in rows], pad_id=pad_id, device=device, packed=packed)
     loss_mask = np.zeros(sequences.token_ids_BT.numel(), np.bool_)
     if rows:
         masks = [row.loss_mask if loss_on == "responses" else np.ones(len(row.token_ids), np.bool_) for row in rows]
         loss_mask[place_T] = np.concatenate([_but_first(mask) for mask in masks])
-    if group is not None and group.size > 1:
+    if group is not None and group.by_layers:
+        loss_mask &= group.rank == group.size - 1  # the last layers predict
+    elif group is not None and group.size > 1:
         sequences = _split(sequences, group)
         loss_mask &= cast(SplitLayout, sequences.layout).predicted
     return TokenBatch(

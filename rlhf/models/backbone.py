@@ -52,6 +52,7 @@ def hidden_states(
     attention_mask_BT: Tensor | None,
     position_ids_BT: Tensor,
     layout: PackedLayout | SplitLayout | None,
+    inputs_BTD: Tensor | None = None,
 ) -> Tensor:
     """Last hidden states [B, T, D] of a model with a head, without running the head; [1, U, D] of a split row.
 
@@ -64,6 +65,8 @@ def hidden_states(
         attention_mask_BT: True on real tokens; None for a packed row.
         position_ids_BT: positions that count real tokens of each sequence.
         layout: of a packed row, which may be split over ranks; None for padded ones.
+        inputs_BTD: what the first of the layers gets, where the layers before it are another rank's; None: embeddings
+            of the tokens.
     """
     backbone = cast(Any, base_of(model)).base_model
     kwargs: dict[str, Any] = {"use_cache": False}
@@ -76,4 +79,5 @@ def hidden_states(
         kwargs["attention_mask"] = attention_mask_BT.long()
     if "position_ids" in inspect.signature(backbone.forward).parameters:
         kwargs["position_ids"] = position_ids_BT
-    return cast(Tensor, backbone(input_ids=token_ids_BT, **kwargs)[0])
+    kwargs.update({"input_ids": token_ids_BT} if inputs_BTD is None else {"inputs_embeds": inputs_BTD})
+    return cast(Tensor, backbone(**kwargs)[0])

@@ -68,7 +68,7 @@ class Policy(nn.Module):
         """Config of the Hugging Face model."""
         return cast(Any, self.model).config
 
-    def forward(
+    def forward(  # noqa: PLR0913  what a micro-batch is made of, each by its name
         self,
         token_ids_BT: Tensor,
         attention_mask_BT: Tensor | None,
@@ -78,6 +78,7 @@ class Policy(nn.Module):
         sampling: SamplingConfig | None = None,
         response_position_BT: Tensor | None = None,
         stop_token_ids: Sequence[int] = (),
+        inputs_BTD: Tensor | None = None,
     ) -> PolicyOutput:
         """Score the tokens of `target_mask_BT`; of a row split over ranks, those that this rank's columns predict.
 
@@ -90,6 +91,7 @@ class Policy(nn.Module):
             sampling: score under the distribution that sampling draws from; None scores under the model's own.
             response_position_BT: index of a token in its response; needed if sampling has min_new_tokens.
             stop_token_ids: all ids that end a response.
+            inputs_BTD: hidden states from another rank's layers, as in `hidden_states`.
         """
         hidden_BTD = hidden_states(
             self.model,
@@ -97,6 +99,7 @@ class Policy(nn.Module):
             attention_mask_BT=attention_mask_BT,
             position_ids_BT=position_ids_BT,
             layout=layout,
+            inputs_BTD=inputs_BTD,
         )
         first = 0
         if isinstance(layout, SplitLayout):

@@ -62,7 +62,7 @@ def emit(setting: Setting, folder: Path, *, template: Template, load: LoadJson) 
     """Write a recipe that runs the setting, all of it or nothing.
 
     Args:
-        setting: what is run; its layouts split data and weights, or data and step 1's rows.
+        setting: what is run; its layouts split data and weights, or data and step 1's rows or layers.
         folder: new.
         template: whose other settings are kept.
         load: reads a DeepSpeed JSON by name or path.
@@ -77,7 +77,7 @@ def emit(setting: Setting, folder: Path, *, template: Template, load: LoadJson) 
     if folder.exists() and any(folder.iterdir() if folder.is_dir() else [folder]):
         raise FileExistsError(f"--emit {folder} is not empty. Name a new folder.")
     sft, ppo = setting.sft.layout, setting.ppo
-    _check(replace(sft, context=1) if sft.tensor == 1 else sft)
+    _check(_without_what_step1_has(sft))
     _check(setting.preference.layout)
     for trained in (ppo.actor, ppo.critic):
         _check(trained)
@@ -103,13 +103,20 @@ def emit(setting: Setting, folder: Path, *, template: Template, load: LoadJson) 
     return command if setting.gpus <= setting.device.node else [*command, "--hostfile", "HOSTFILE"]
 
 
+def _without_what_step1_has(layout: Layout) -> Layout:
+    """Rows that ranks share, or layers that are dealt to them, where weights are whole; interleaving is not there."""
+    if layout.tensor > 1 or layout.virtual > 1 or (layout.context > 1 and layout.pipeline > 1):
+        return layout
+    return replace(layout, context=1, pipeline=1)
+
+
 def _check(layout: Layout) -> None:
     if layout.pipeline > 1 or layout.context > 1 or layout.sequence_parallel:
         split = " with norms split" if layout.sequence_parallel else ""
         raise ValueError(
             f"--emit cannot write tensor {layout.tensor}{split} x pipeline {layout.pipeline} x context "
-            f"{layout.context}: this code divides data, weights (tensor), and rows in step 1 alone where weights are "
-            "not. Plan without the others."
+            f"{layout.context}: this code divides data, weights (tensor), and in step 1 rows, or layers without "
+            "interleaving, one of them at a time. Plan without the others."
         )
     if layout.dtype not in ("bf16", "fp16", "fp32", "fp8"):
         raise ValueError(f"--emit cannot write {layout.dtype}: this code trains in bf16, fp16, fp32 or fp8.")
@@ -181,7 +188,7 @@ def _fill_training(doc: dict[str, Any], training: Training) -> None:
 
 
 def _fill_parallel(doc: dict[str, Any], layout: Layout) -> None:
-    sizes = {"sp": layout.context, "tp": layout.tensor}
+    sizes = {"sp": layout.context, "tp": layout.tensor, "pp": layout.pipeline}
     doc.pop("parallel", None)
     if any(size > 1 for size in sizes.values()):
         doc["parallel"] = {name: size for name, size in sizes.items() if size > 1}

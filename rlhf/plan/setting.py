@@ -72,8 +72,9 @@ class Setting:
 
 
 def stack_of(layout: Layout) -> Stack:
-    """This code, or for what it has not (pipelines, norms split over a tensor group), a program like Megatron-Core."""
-    ours = layout.pipeline == layout.context == 1 and not layout.sequence_parallel
+    """This code, or for what it has not or exchanges otherwise, a program like Megatron-Core."""
+    alone = layout.tensor == 1 or layout.pipeline == 1
+    ours = alone and layout.context == layout.virtual == 1 and not layout.sequence_parallel
     return OURS if ours else MEGATRON_CORE
 
 
@@ -196,7 +197,7 @@ def from_recipe(
             recompute_budget=float(model.get("recompute_budget", 0.0)), dtype=dtype,
             optimizer=optim.get("name", "adamw"),
             lora=int(model.get("lora", {}).get("rank", 0)), context=sharers(config),
-            tensor=shares(config) if trained else 1,
+            tensor=shares(config) if trained else 1, pipeline=stages_of(config),
             offload_optimizer="offload_optimizer" in zero, offload_weights="offload_param" in zero,
             offload_activations=bool(model.get("offload_activations")),
         )  # fmt: skip
@@ -293,6 +294,11 @@ def sharers(stage: Mapping[str, Any]) -> int:
 def shares(stage: Mapping[str, Any]) -> int:
     """Ranks that share the weights of a stage's trained models."""
     return int(stage.get("parallel", {}).get("tp", 1))
+
+
+def stages_of(stage: Mapping[str, Any]) -> int:
+    """Pipeline stages that the layers of a stage's model are dealt to."""
+    return int(stage.get("parallel", {}).get("pp", 1))
 
 
 def _model(stage: Mapping[str, Any]) -> Shape:

@@ -65,7 +65,9 @@ def show_plan(console: Console, setting: Setting, plans: Sequence[StepPlan]) -> 
         console.print(f"{STEPS[plan.number]}: {said_layout(plan.layout)}\n  time: {where}")
     console.print(_memory_table(plans))
     if any(stack_of(plan.layout) is not stack_of(Layout(gpus=1, length=1)) for plan in plans):
-        console.print("Pipelines, and tensor groups beside them, are planned as Megatron-Core does them.")
+        console.print(
+            "Pipelines with interleaving, and tensor groups beside pipelines, are planned as Megatron-Core does them."
+        )
 
 
 def _memory_table(plans: Sequence[StepPlan]) -> Table:

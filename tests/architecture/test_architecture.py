@@ -49,6 +49,7 @@ LAYERS = (
         "plan",
         "rules",
         "ds_config",
+        "pipeline",
         "distributed",
         "memory",
         "ops",
@@ -72,8 +73,10 @@ LAYERS = (
         "optimizers",
         "mpu",
         "profile",
+        "stopwatch",
+        "pipeline_weights",
     ),
-    ("engine", "run", "sharing", "rollout", "checkpoint", "model_folder"),
+    ("engine", "run", "sharing", "pipeline_engine", "rollout", "checkpoint", "model_folder"),
     ("stage", "bench", "from_state", "links"),
     ("show", "cli"),
 )
@@ -169,7 +172,10 @@ def test_the_launcher_knows_configs_only() -> None:
 
 @pytest.mark.parametrize(
     ("package", "allowed"),
-    [("deepspeed", {"rlhf.engine", "rlhf.universal"}), ("torch.distributed", {"rlhf.distributed"})],
+    [
+        ("deepspeed", {"rlhf.engine", "rlhf.pipeline_engine", "rlhf.universal"}),
+        ("torch.distributed", {"rlhf.distributed"}),
+    ],
 )
 def test_one_user(package: str, allowed: set[str]) -> None:
     for name in MODULES:

@@ -17,10 +17,11 @@ from rlhf.data.dataset import SFTRow
 from rlhf.engine import TrainEngine
 from rlhf.models.build import build_causal_lm, train_bpe
 from rlhf.models.policy import Policy
+from rlhf.pipeline_engine import train_engine
 from rlhf.sharing import Sharing, share_rows
-from step1_sft.loss import sft_loss_sum
+from step1_sft.train import loss_of
 from tests.distributed.harness import ROOT, Ranks
-from tests.distributed.test_sequence_parallel import FAMILIES, collate, rows_of, score
+from tests.distributed.test_sequence_parallel import FAMILIES, collate, rows_of
 
 NUM_STEPS = 2
 OFFLOAD = {"device": "cpu"}
@@ -43,13 +44,14 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "compile": ("model", {"compile": True}),
     "LoRA": ("model", {"lora": LoRAConfig(rank=4)}),
     "rows shared": ("parallel", {"sp": 2}),
+    "layers dealt": ("parallel", {"pp": 2}),
     "weights shared": ("parallel", {"tp": 2}),
 }
 NUMERIC = ("bf16", "Muon", "8-bit AdamW", "float8", "LoRA")
 """Those that train otherwise; what they are combined with must not."""
 STAGE = {"hpZ": 3, "qgZ": 3, "qwZ": 3, "weight offload": 3, "optimizer offload": 1}
 """The ZeRO stage that a way is tried at where its partner names none."""
-QUICK = ("rows shared", "weights shared", "hpZ", "optimizer offload")
+QUICK = ("rows shared", "layers dealt", "weights shared", "hpZ", "optimizer offload")
 """Pairs within these and ZeRO are run every time, the others with --all."""
 
 
@@ -84,9 +86,7 @@ def trajectory(names: Sequence[str]) -> tuple[list[float], dict[str, Tensor] | N
     with engine.zero3_init(role.ds, shares=role.parallel.tp > 1):
         whole = build_causal_lm(role.model, language, seed=1)
     model = Policy(sharing.share(whole), chunk_tokens=6)
-    trained = TrainEngine(
-        model, ds=role.ds, optim=role.optim, role="policy", num_steps=NUM_STEPS, tensor=sharing.tensor
-    )
+    trained = train_engine(model, sharing=sharing, ds=role.ds, optim=role.optim, role="policy", num_steps=NUM_STEPS)
     losses = [train_step(trained, sharing, rows_of(step)) for step in range(NUM_STEPS)]
     return losses, trained.full_state_dict()
 
@@ -94,11 +94,10 @@ def trajectory(names: Sequence[str]) -> tuple[list[float], dict[str, Tensor] | N
 def train_step(trained: TrainEngine, sharing: Sharing, rows: list[list[SFTRow]]) -> float:
     """Each group of ranks takes every `count`-th micro-batch; the mean loss."""
     group = sharing.rows
-    batches = [collate(micro, packed=True, group=sharing.sequence) for micro in rows[group.number :: group.count]]
+    batches = [collate(micro, packed=True, group=sharing.divided) for micro in rows[group.number :: group.count]]
     count = distributed.all_sum(torch.stack([batch.loss_mask_BT.sum() for batch in batches]).sum())
-    for i, batch in enumerate(batches):
-        loss, _ = sft_loss_sum(score(trained, batch), batch.loss_mask_BT)
-        trained.accumulate(loss, count=count, last=i == len(batches) - 1)
+    for _ in trained.accumulate_all(batches, loss_of, count=count):
+        pass
     return trained.step().loss
 
 

@@ -46,6 +46,8 @@ TWO_RANKS = ("cpu_zero0", "cpu_zero3")
 ONE_GROUP = "cpu_zero3_sp2"
 # Half of every model's weights on each.
 HALVES = ("cpu_zero0_tp2", "cpu_zero1_tp2", "cpu_zero3_tp2")
+# Each with half of the layers.
+ONE_PIPELINE = "cpu_zero1_pp2"
 # DeepSpeed JSON of the actor, and how its weights come to the decoder.
 ACTORS: dict[str, tuple[str, dict[str, Any]]] = {
     "whole": ("cpu_zero0", {}),
@@ -148,6 +150,7 @@ def supervised_job(folder: Path) -> str:
     for name in HALVES:
         sft(folder, name.removesuffix("_tp2"), parallel__tp=2, run__out_dir=str(folder / f"sft_{name}_2"))
         reward(folder, name.removesuffix("_tp2"), parallel__tp=2, run__out_dir=str(folder / f"rm_{name}_2"))
+    sft(folder, "cpu_zero1", parallel__pp=2, run__out_dir=str(folder / f"sft_{ONE_PIPELINE}_2"))
     return broken_on_rank_1(folder)
 
 
@@ -224,9 +227,9 @@ def assert_same_weights(one: Path, two: Path, *, weight: float) -> None:
     assert gaps.max().item() < weight and gaps.mean().item() < weight / 20, (gaps.max(), gaps.mean())
 
 
-@pytest.mark.parametrize("name", [*TWO_RANKS, ONE_GROUP, *HALVES])
+@pytest.mark.parametrize("name", [*TWO_RANKS, ONE_GROUP, *HALVES, ONE_PIPELINE])
 def test_step1_is_one_trajectory(runs: Runs, name: str) -> None:
-    """1 rank x 4 micro-batches = 2 ranks x 2, ZeRO-0 and ZeRO-3 = 2 ranks on each of 4, which share tokens or weights.
+    """1 rank x 4 micro-batches = 2 ranks x 2, ZeRO-0 and ZeRO-3 = 2 ranks on each of 4, by tokens, weights or layers.
 
     Sums in another order, through 8 AdamW steps.
     """

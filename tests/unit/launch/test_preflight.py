@@ -47,6 +47,8 @@ def test_tiny_cpu_has_none(tmp_path: Path) -> None:
         ("--ppo.rollout.tensor_parallel=3", "step3_ppo: rollout.tensor_parallel=3 does not divide the 2 ranks"),
         ("--sft.parallel.sp=3", "step1_sft: parallel.sp=3 does not divide the number of ranks, 2. Use a divisor of it"),
         ("--reward.parallel.tp=3", "step2_reward: parallel.tp=3 does not divide the number of ranks, 2. Use a divisor"),
+        ("--sft.parallel.pp=3", "step1_sft: parallel.pp=3 does not divide the number of ranks, 2. Use a divisor of it"),
+        ("--sft.parallel.pp=2", "parallel.pp .layers dealt. does not go with zero_optimization.stage=3 .ZeRO-3."),
         ("--ppo.rollout.dtype=bfloat16", "step3_ppo: rollout.dtype=bfloat16, but the actor is trained in float32"),
         ("--ppo.data.split.seed=3", "step3_ppo: data.split=.*a prompt could stand in both"),
         ("--reward.data.template=plain", "step2_reward: data.template=plain, but step1_sft uses auto"),
@@ -93,6 +95,14 @@ def test_weights_that_cannot_be_shared(tmp_path: Path, monkeypatch: pytest.Monke
     assert "parallel.tp=2 for actor: the model's 3 attention heads do not divide" in problems(
         tmp_path, overrides=overrides
     )
+
+
+def test_a_model_that_is_not_cut_by_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    overrides = ["--sft.parallel.pp=2", "--sft.deepspeed=cpu_zero1"]
+    assert problems(tmp_path, overrides=overrides) == ""
+    monkeypatch.setattr(preflight, "_origin", lambda *_: {"model_type": "bloom", "n_head": 4})
+    found = problems(tmp_path, overrides=overrides)
+    assert "step1_sft: parallel.pp=2: models of model_type bloom are not cut by layers, only opt, gpt2" in found
 
 
 def test_all_at_once(tmp_path: Path) -> None:

@@ -32,7 +32,8 @@ def test_each_way_is_a_recipe_that_parses(tmp_path: Path) -> None:
                 assert ds_config.zero_stage(raw) == strategy.zero["stage"]
                 assert (ds_config.dtype_name(raw) == "bfloat16") == ("bf16" in strategy.json)
                 assert all(config[section][key] == value for key, value in strategy.model.items())
-            assert config.get("parallel", {}).get("sp", 1) == strategy.stage.get("parallel.sp", 1)
+            for size in ("sp", "pp"):
+                assert config.get("parallel", {}).get(size, 1) == strategy.stage.get(f"parallel.{size}", 1)
             for key, value in strategy.stage.items():
                 section, _, name = key.partition(".")
                 assert config[section][name] == value
@@ -53,7 +54,8 @@ def test_one_rank_has_no_second_shard() -> None:
     assert added == {"ZeRO-3, hpZ", *halves}
     assert {s.name for s in strategies(2, 2, "bf16")} >= halves - {"ZeRO-0, TP 2"}, "not with 16 bits at stage 0"
     assert "ZeRO-0, TP 2" not in {s.name for s in strategies(2, 2, "bf16")}
-    assert not any("parallel.sp" in s.stage for s in strategies(1, 1, "fp32") + strategies(3, 2, "fp32"))
+    others = strategies(1, 1, "fp32") + strategies(3, 2, "fp32")
+    assert not any(key in s.stage for s in others for key in ("parallel.sp", "parallel.pp"))
 
 
 def test_a_recipe_in_bf16_stays_in_bf16(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from transformers import OPTConfig, OPTForCausalLM
 
 from rlhf.data.collate import ResponseBatch, collate_preferences, collate_responses, collate_sft, left_pad
 from rlhf.data.dataset import PreferenceRow, SFTRow
+from rlhf.distributed import Group
 from rlhf.ops import to_columns
 
 EOS = 2
@@ -273,3 +274,17 @@ def test_padding_side_of_the_tokenizer_does_not_matter(opt_tokenizer: Any) -> No
     assert batches[0].sequences.attention_mask_BT[0].tolist() == sorted(
         batches[0].sequences.attention_mask_BT[0].tolist(), reverse=True
     )
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_targets_are_those_of_the_stage_that_predicts(packed: bool) -> None:  # noqa: FBT001
+    """Stages of a pipeline read the same rows; each target is in one stage's mask."""
+    rows = [SFTRow(np.arange(n, dtype=np.int32), np.arange(n) >= 2, source=0, index=0) for n in (5, 1, 3)]
+    whole = collate_sft(rows, pad_id=0, device="cpu", packed=packed)
+    groups = [Group(rank, 3, None, by_layers=True) for rank in range(3)]
+    parts = [collate_sft(rows, pad_id=0, device="cpu", packed=packed, group=group) for group in groups]
+    assert [part.num_targets for part in parts] == [0, 0, whole.num_targets] and whole.num_targets == 4
+    assert [part.loss_mask_BT.sum().item() for part in parts] == [0, 0, 4]
+    for part in parts:
+        assert part.sequences.token_ids_BT.equal(whole.sequences.token_ids_BT)
+        assert part.sequences.num_tokens == 9 and part.sequences.num_sharers == 1

@@ -96,6 +96,17 @@ def test_shared_rows_and_a_budget_are_written(tmp_path: Path) -> None:
         write(replace(made, preference=replace(made.preference, layout=shared)), tmp_path / "other")
 
 
+def test_layers_that_are_dealt_are_written(tmp_path: Path) -> None:
+    made = setting()
+    layout = made.sft.layout
+    dealt = replace(layout, zero=1, pipeline=2, accumulation=2 * layout.accumulation)
+    write(replace(made, sft=replace(made.sft, layout=dealt)), tmp_path / "mine")
+    assert read(tmp_path / "mine").sft.layout == dealt
+    for refused in (replace(dealt, virtual=2), replace(layout, tensor=2)):
+        with pytest.raises(ValueError, match="cannot write tensor [12] x pipeline [12] x context 1"):
+            write(replace(made, sft=replace(made.sft, layout=refused)), tmp_path / "other")
+
+
 def test_the_launcher_would_start_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """All but the weights, which are not on this machine."""
     folder = tmp_path / "emitted"

@@ -174,6 +174,18 @@ def test_ranks_that_share_rows_are_one_replica() -> None:
         from_recipe(name, shared, DEVICES["a100-80"], 1, load=ds_config.load)
 
 
+def test_ranks_of_a_pipeline_are_one_replica_of_this_code_s() -> None:
+    """8 ranks in pipelines of 2 are 4 replicas with twice the micro-batches of the same tokens."""
+    name, stages, _ = cli._read_recipe("opt_13b_350m_single_node")
+    cut = {**stages, "sft": {**stages["sft"], "parallel": {"pp": 2}, "deepspeed": "zero1"}}
+    alone, pairs = (
+        from_recipe(name, one, DEVICES["a100-80"], 8, load=ds_config.load).sft.layout for one in (stages, cut)
+    )
+    assert pairs.pipeline == 2 and pairs.data == 4 and pairs.global_batch == alone.global_batch
+    assert pairs.accumulation * pairs.micro_batch == 2 * alone.accumulation * alone.micro_batch
+    assert stack_of(pairs) is OURS and stack_of(replace(pairs, virtual=2)) is not OURS
+
+
 def test_a_recipe_without_a_stage_is_refused() -> None:
     with pytest.raises(ValueError, match="recipe x has no reward, ppo"):
         from_recipe("x", {"sft": {}}, DEVICES["a100-80"], 8, load=ds_config.load)

@@ -10,7 +10,7 @@ import functools
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -147,12 +147,11 @@ def make_recipe(name: str, *, emulate: bool) -> Recipe:
     """
     # Without it, kernels that Triton compiles store some float8 values wrongly (torchao's account is in that module).
     _torchao("_inductor_patch")._patch_inductor_min_max_codegen()
-    # A weight's gradient sums over the tokens of a micro-batch, whose number is anything; kernels take multiples of 16,
-    # so zeros are added there.
-    named = _torchao("config").Float8LinearConfig.from_recipe_name(name)
-    config = replace(named, emulate=emulate, pad_inner_dim=True)
+    config = _torchao("config").Float8LinearConfig.from_recipe_name(name)
     tensors = _torchao("float8_training_tensor")
     gemms = (config.gemm_config_output, config.gemm_config_grad_input, config.gemm_config_grad_weight)
+    # A weight's gradient sums over the tokens of a micro-batch, whose number is anything; kernels take multiples of 16,
+    # so zeros are added there.
     products = [
         tensors.ScaledMMConfig(emulate=emulate, use_fast_accum=gemm.use_fast_accum, pad_inner_dim=True)
         for gemm in gemms

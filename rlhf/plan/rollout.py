@@ -96,7 +96,7 @@ def decode_step(
     shape: Shape, layout: Layout, device: Device, batch: int, length: float, *, host: float = DECODE_HOST
 ) -> float:
     """Seconds of one token of `batch` rows that are `length` long; tensor-parallel ranks share the model."""
-    dtype, tensor = layout.stored, layout.tensor
+    dtype, tensor = layout.dtype, layout.tensor
     products = sum(matmul(device, dtype, batch, n, k) for n, k in layers.products(shape, tensor))
     width = 4.0 if dtype == "fp32" else 2.0
     keys = traffic(device, width * batch * length * shape.cache_elements / shape.layers / tensor)

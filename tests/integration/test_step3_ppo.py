@@ -1,5 +1,6 @@
 """Step 3 as a whole program, in one process on the real engine."""
 
+import dataclasses
 import json
 import math
 import shutil
@@ -156,10 +157,30 @@ def test_a_rollout_in_another_type(
     weights_bytes = 2 * sum(p.numel() for p in weights(tmp_path / "cap/model").values())
     assert planned > weights_bytes and risen >= 0
     train(models.config(tmp_path / "no_cap", **named))
-    assert "rollout.dtype=bfloat16 draws from a policy that rounds otherwise" in caplog.text
+    assert "the rollout draws in bfloat16 from a policy that rounds otherwise" in caplog.text
     with pytest.raises(ValueError, match="rollout.old_logprobs is `decoder`"):
         train(models.config(tmp_path / "refused", rollout__dtype="bfloat16"))
     assert not (tmp_path / "refused").exists(), "refused before anything is written"
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_float8(
+    models: Models, tmp_path: Path, experiences: list[Experience], caplog: pytest.LogCaptureFixture, recipe: str
+) -> None:
+    """The reference, the actor's start, rounds as the actor does: the first KL is 0. The decoder does not round so."""
+    pytest.importorskip("torchao")
+    named = {"rollout__old_logprobs": "rescore", "max_steps": 1, **NO_EVAL}
+    cfg = models.config(tmp_path / "ppo", **named)
+    float8 = {role: dataclasses.replace(getattr(cfg, role), float8=recipe) for role in ("actor", "critic")}
+    train(dataclasses.replace(cfg, **float8))
+    (experience,) = experiences
+    assert all(torch.equal(s.old_logprob_R, s.ref_logprob_R) for s in experience.sequences)
+    gaps = torch.cat([(s.old_logprob_R - s.rollout_logprob_R).abs() for s in experience.sequences])
+    assert 1e-4 < float(gaps.mean()) < 5e-2
+    assert (
+        "the rollout draws in float32 from a policy that rounds otherwise than the one trained in float8" in caplog.text
+    )
+    assert {p.dtype for p in weights(tmp_path / "ppo/model").values()} == {torch.float32}
 
 
 def test_a_rollout_that_does_not_fit_is_an_error_before_it(

@@ -36,7 +36,7 @@ def check_tensor(size: int, ds: Mapping[str, Any], optim: OptimConfig, *, name: 
         )
     zero = ds.get("zero_optimization", {})
     for key in _ACROSS_NEIGHBOURS:
-        if zero.get(key) not in (None, False, 1):
+        if zero.get(key) is True or (zero.get(key) or 1) != 1:
             raise ValueError(
                 f"{tp}, but {key}={zero[key]} in the DeepSpeed JSON of {name}: ZeRO++ has neighbouring ranks hold the "
                 "same weights, and here they have different shares. Leave it out, or set parallel.tp=1."

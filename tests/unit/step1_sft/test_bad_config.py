@@ -50,6 +50,7 @@ def test_the_good_one_is_taken(good: Path, capsys: pytest.CaptureFixture[str]) -
     [
         ("epochs: .nan\n", "epochs must be a finite number"),
         ("epochs: .inf\n", "epochs must be a finite number"),
+        ("parallel: {tp: 0}\n", "parallel.tp must be >= 1, got 0. Use 1"),
         ("parallel: {sp: 0}\n", "parallel.sp must be >= 1, got 0. Use 1"),
         ("epochs: 1\nepochs: 2\n", "the key 'epochs' stands twice"),
         ("optim: {lr: 1.0e-3, lr: 2.0e-3}\n", "stands twice"),
@@ -79,6 +80,26 @@ def test_what_rows_shared_by_ranks_do_not_go_with(
     argv = ["--config", str(good), f"--{flag}"]
     assert refused(argv, capsys) == ""
     assert said in refused([*argv, "--parallel.sp=2"], capsys)
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("model.lora.rank=4", "parallel.tp=2, but model.lora.rank=4: adapters are not shared. Set one of the two off."),
+        ("model.compile=true", "parallel.tp=2, but model.compile=true, which has not been tried with it."),
+        (
+            "model.attention=eager",
+            "parallel.tp=2, but model.attention=eager: each rank's heads are attended",
+        ),
+        ("parallel.sp=2", "parallel.sp=2 and parallel.tp=2: the two have not been put together. Set one to 1."),
+    ],
+)
+def test_what_weights_shared_by_ranks_do_not_go_with(
+    good: Path, flag: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--config", str(good), f"--{flag}"]
+    assert refused(argv, capsys) == ""
+    assert said in refused([*argv, "--parallel.tp=2"], capsys)
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1e999"])

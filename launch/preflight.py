@@ -18,7 +18,8 @@ from typing import Any
 from launch.inputs import free_bytes, is_hub_name, model_folders, model_shape, source_path
 from launch.placement import Placement, accelerator_visible, count_devices, port_is_free
 from launch.recipe import FOLDERS, Recipe, Stage
-from rlhf import artifacts, combinations, ds_config, pipeline
+from rlhf import artifacts, ds_config, pipeline
+from rlhf.combinations import Role
 from rlhf.config import DataConfig, ModelConfig, OptimConfig, RunConfig
 from rlhf.models.split import check_heads, check_rollout_split, check_training_split
 from rlhf.rules import RULES
@@ -152,9 +153,7 @@ def _ds_config_problems(stage: Stage, world_size: int, *, on_cpu: bool) -> Itera
                 source=name,
             )
             if role in optims:
-                combinations.check(
-                    combinations.Role(ds=raw, model=models[role], optim=optims[role], parallel=stage.config.parallel)
-                )
+                Role(ds=raw, model=models[role], optim=optims[role], parallel=stage.config.parallel)
         except (ValueError, OSError) as error:
             yield Problem(f"{key}: {error}")
             continue

@@ -21,13 +21,24 @@ END = "<!-- python -m rlhf.combinations: end -->"
 
 @dataclass(frozen=True, kw_only=True)
 class Role:
-    """All that says how a trained model runs."""
+    """All that says how a trained model runs; what is refused cannot be made.
+
+    Raises:
+        ValueError: ways that are on do not go together.
+    """
 
     ds: Mapping[str, Any]
     """Content of its DeepSpeed JSON."""
     model: ModelConfig
     optim: OptimConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+
+    def __post_init__(self) -> None:
+        on = {way.name: f"{way.setting} ({way.name})" for way in ways_of(self)}
+        for names, why in REFUSED.items():
+            if on.keys() >= set(names):
+                *others, last = (on[name] for name in names)
+                raise ValueError(f"{last} does not go with {' and '.join(others)}: {why}")
 
     @property
     def zero(self) -> Mapping[str, Any]:
@@ -75,7 +86,7 @@ def _recompute(value: Any) -> Way:
 WAYS = (
     *(_zero(stage) for stage in range(4)),
     Way(name="hpZ", knob="hpZ", setting="zero_optimization.zero_hpz_partition_size",
-        is_on=lambda role: role.zero.get("zero_hpz_partition_size", 1) > 1),
+        is_on=lambda role: (role.zero.get("zero_hpz_partition_size") or 1) > 1),
     Way(name="qgZ", knob="qgZ", setting="zero_optimization.zero_quantized_gradients",
         is_on=lambda role: bool(role.zero.get("zero_quantized_gradients"))),
     Way(name="qwZ", knob="qwZ", setting="zero_optimization.zero_quantized_weights", runs_here=False,
@@ -142,19 +153,6 @@ REFUSED: Mapping[tuple[str, ...], str] = {
 def ways_of(role: Role) -> list[Way]:
     """All that are on."""
     return [way for way in WAYS if way.is_on(role)]
-
-
-def check(role: Role) -> None:
-    """Check that how a model runs is nothing that is refused.
-
-    Raises:
-        ValueError: it is.
-    """
-    on = {way.name: f"{way.setting} ({way.name})" for way in ways_of(role)}
-    for names, why in REFUSED.items():
-        if on.keys() >= set(names):
-            *others, last = (on[name] for name in names)
-            raise ValueError(f"{last} does not go with {' and '.join(others)}: {why}")
 
 
 def pairs() -> Iterator[tuple[Way, Way]]:

@@ -7,7 +7,7 @@ from typing import TypeVar
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from rlhf import combinations, pipeline
+from rlhf import pipeline
 from rlhf.combinations import Role
 from rlhf.distributed import Group, group_of, pipeline_of, world_size
 from rlhf.models.attention import FAMILIES, takes_layout
@@ -63,7 +63,6 @@ def share_rows(models: Mapping[str, Role], tokenizer: PreTrainedTokenizerBase) -
     parallel = next(iter(models.values())).parallel
     parallel.check_ranks(world_size())
     for name, trained in models.items():
-        combinations.check(trained)
         if max(parallel.sp, parallel.tp, parallel.pp) == 1:
             continue
         config = read_config(trained.model, tokenizer)

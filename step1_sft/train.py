@@ -50,11 +50,9 @@ logger = logging.getLogger(__name__)
 def train(cfg: SFTConfig) -> None:
     """Fine-tune a causal LM on demonstrations and leave a model folder."""
     ds = ds_config.load(cfg.deepspeed)
+    role = Role(model=cfg.model, ds=ds, optim=cfg.optim, parallel=cfg.parallel)
     language = load_language(cfg.data, cfg.tokenizer, cfg.model, stage="sft")
-    sharing = share_rows(
-        {"model": Role(model=cfg.model, ds=ds, optim=cfg.optim, parallel=cfg.parallel)},
-        language.tokenizer,
-    )
+    sharing = share_rows({"model": role}, language.tokenizer)
     dataset = build_dataset(
         cfg.data, stage="sft", part="train", template=language.template, tokenizer=language.tokenizer
     )

@@ -38,8 +38,7 @@ def train(cfg: RewardConfig) -> None:
     ds = ds_config.load(cfg.deepspeed)
     language = load_language(cfg.data, cfg.tokenizer, cfg.model, stage="reward")
     sharing = share_rows(
-        {"model": Role(model=cfg.model, ds=ds, optim=cfg.optim, parallel=cfg.parallel)},
-        language.tokenizer,
+        {"model": Role(model=cfg.model, ds=ds, optim=cfg.optim, parallel=cfg.parallel)}, language.tokenizer
     )
     if cfg.normalise.policy:
         policy = artifacts.verify(cfg.normalise.policy)

@@ -13,6 +13,7 @@ from rlhf.data.dataset import SFTRow
 from rlhf.distributed import Group
 from rlhf.engine import TrainEngine
 from rlhf.from_state import convert_state
+from rlhf.models import attention
 from rlhf.models.tensor_parallel import is_share, share_model
 from rlhf.states import StateError
 from step1_sft.loss import sft_loss_sum
@@ -264,3 +265,33 @@ def test_bfloat16_differs_by_its_rounding(ranks: Ranks) -> None:
     for found in ranks(bfloat16_job, timeout=120):
         for name, (loss, norm, replicas) in found.items():
             assert loss < 2e-3 and norm < 2e-2 and replicas == 0, (name, loss, norm)
+
+
+def dropout_job(recompute: str) -> dict[str, Any]:
+    """A step with dropout: what a rank says of it, and the masks that its heads drew, also when computed again."""
+    engine.setup(timeout_seconds=60)
+    group = distributed.group_of(2)
+    drawn: list[torch.Tensor] = []
+    sdpa = attention.sdpa_attention_forward
+
+    def spy(*arguments: Any, **named: Any) -> Any:
+        drawn.append(torch.dropout(torch.ones(64), named["dropout"], train=True))
+        return sdpa(*arguments, **named)
+
+    attention.sdpa_attention_forward = spy
+    torch.manual_seed(3)
+    trained = shared(config_of("opt", dropout=0.3, recompute=recompute), "cpu_zero1", group)
+    trained.module.train()
+    losses = [shared_step(trained, group, rows_of(step), packed=False) for step in range(2)]
+    return {"losses": losses, "masks": [mask.tolist() for mask in drawn], "replicas": replica_gap(trained, group)}
+
+
+def test_heads_of_different_ranks_drop_by_different_masks(ranks: Ranks) -> None:
+    """And all else by equal ones: the ranks have one loss, and their whole weights stay equal."""
+    plain, again = ranks(dropout_job, recompute="none"), ranks(dropout_job, recompute="full")
+    for first, second in (plain, again):
+        assert first["losses"] == second["losses"] and first["replicas"] == second["replicas"] == 0
+        assert len(first["masks"]) == len(second["masks"]) >= 16
+        assert all(one != other for one, other in zip(first["masks"], second["masks"], strict=True))
+        assert len({tuple(mask) for mask in first["masks"]}) >= 16, "no two calls of the forward passes drop the same"
+    assert plain[0]["losses"] == again[0]["losses"], "a layer that is computed again drops the same"

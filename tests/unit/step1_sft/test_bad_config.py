@@ -51,7 +51,7 @@ def test_the_good_one_is_taken(good: Path, capsys: pytest.CaptureFixture[str]) -
         ("epochs: .nan\n", "epochs must be a finite number"),
         ("epochs: .inf\n", "epochs must be a finite number"),
         ("parallel: {pp: 0}\n", "parallel.pp must be >= 1, got 0. Use 1"),
-        ("parallel: {pp: 2, sp: 2}\n", "parallel.pp=2 and parallel.sp=2: a pipeline of ranks that share rows is not"),
+        ("parallel: {tp: 0}\n", "parallel.tp must be >= 1, got 0. Use 1"),
         ("parallel: {sp: 0}\n", "parallel.sp must be >= 1, got 0. Use 1"),
         ("epochs: 1\nepochs: 2\n", "the key 'epochs' stands twice"),
         ("optim: {lr: 1.0e-3, lr: 2.0e-3}\n", "stands twice"),
@@ -71,7 +71,7 @@ def test_a_corpus_of_broken_settings(good: Path, more: str, said: str, capsys: p
     ("flag", "said"),
     [
         ("data.packing=off", "parallel.sp=2 shares packed rows between ranks, but data.packing is `off`. Use `auto`"),
-        ("model.attention=eager", "around sdpa attention, but model.attention is eager. Use sdpa, or parallel.sp=1."),
+        ("model.attention=eager", "attended to by sdpa, but model.attention is eager. Use sdpa, or parallel.sp=1."),
     ],
 )
 def test_what_rows_shared_by_ranks_do_not_go_with(
@@ -82,18 +82,11 @@ def test_what_rows_shared_by_ranks_do_not_go_with(
     assert said in refused([*argv, "--parallel.sp=2"], capsys)
 
 
-@pytest.mark.parametrize(
-    ("flag", "said"),
-    [
-        ("model.lora.rank=4", "deals layers to pipeline stages, but not those with adapters: model.lora.rank=4."),
-        ("model.compile=true", "has not been tried with model.compile=true. Set one of the two off."),
-        ("optim.name=muon", "has not been tried with optim.name=muon. Use adamw, or parallel.pp=1."),
-    ],
-)
-def test_what_pipelines_do_not_go_with(good: Path, flag: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["--config", str(good), f"--{flag}"]
+def test_attention_on_shares_of_the_heads_is_ours(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--config", str(good), "--model.attention=eager"]
     assert refused(argv, capsys) == ""
-    assert said in refused([*argv, "--parallel.pp=2"], capsys)
+    said = "parallel.tp=2 gives each rank heads that are attended to by sdpa, but model.attention is eager. Use sdpa"
+    assert said in refused([*argv, "--parallel.tp=2"], capsys)
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1e999"])

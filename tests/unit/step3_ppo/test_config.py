@@ -34,6 +34,14 @@ def config(**changes: Any) -> PPOConfig:
             {"rollout__graphs": True, "rollout__weights": "gathered", "rollout__tensor_parallel": 2},
             "graphs is true.*tensor_parallel 2",
         ),
+        ({"parallel__sp": 2}, "parallel.sp=2: only step 1 divides the tokens of rows"),
+        ({"parallel__tp": 2, "rollout__tensor_parallel": 4}, "tensor_parallel=4, but parallel.tp=2: the actor decodes"),
+        ({"parallel__tp": 2, "rollout__weights": "layerwise"}, "rollout.weights=layerwise, but parallel.tp=2"),
+        ({"parallel__tp": 2, "rollout__engine": "vllm"}, "rollout.engine=vllm, but parallel.tp=2"),
+        (
+            {"parallel__tp": 2, "rollout__graphs": True, "rollout__weights": "gathered"},
+            "rollout.graphs=True, but parall",
+        ),
     ],
 )
 def test_settings_that_contradict_each_other(changes: dict[str, Any], message: str) -> None:

@@ -362,7 +362,7 @@ def test_a_run_resumes_to_the_bit_and_on_its_own_layout_alone(ranks: Ranks, tmp_
 
 
 def bubble_job(num_micro: int) -> list[float]:
-    """Idle share of the ranks in steps whose forward and backward passes take 30 and 60 ms, more than there is to compute.
+    """Idle share of the ranks in steps whose forward and backward passes take 30 and 60 ms.
 
     They sleep, so that the number of processors does not matter.
     """

@@ -77,7 +77,7 @@ METRICS: dict[str, Metric] = {
     "speed/bubble_frac": _metric(
         "fraction",
         "down",
-        "Part of the time of a step's micro-batches in which a pipeline's rank computes nothing: it waits or sends.",
+        "Part of the time of a step's micro-batches in which a pipeline's rank computes nothing, mean of the ranks.",
     ),
     "memory/weights_bytes": _metric(
         "bytes", "down", "Weights of all models on the rank that holds most, without the optimiser's own copy."

@@ -319,7 +319,8 @@ class PipelineTrainEngine(TrainEngine):
         return range(distributed.world_size())
 
     def _step_metrics(self) -> Stats:
-        seconds = self._watch.seconds(*self._span)
+        # A step's micro-batches begin and end on the first stage, so its time is that of all stages.
+        seconds = self.group.size * self._watch.seconds(*self._span) if self.is_first else 0.0
         busy = sum(self._watch.seconds(*lap) for lap in self._busy)
         return {"speed/bubble_frac": (seconds - busy, seconds)}
 

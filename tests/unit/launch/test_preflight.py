@@ -133,13 +133,13 @@ def test_hybrid_engine_limit(tmp_path: Path) -> None:
 
 
 def test_float8_needs_torchao(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    overrides = ["--ppo.actor.float8=rowwise", "--ppo.rollout.old_logprobs=rescore"]
+    overrides = ["--ppo.critic.float8=rowwise"]
     find = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *more: None if name == "torchao" else find(name, *more)
     )
     found = problems(tmp_path, overrides=overrides)
-    assert "step3_ppo: actor.float8=rowwise: torchao is not installed. Run `pip install" in found
+    assert "step3_ppo: critic.float8=rowwise: torchao is not installed. Run `pip install" in found
     assert "torchao" not in problems(tmp_path)
     monkeypatch.undo()
     assert "torchao" not in problems(tmp_path, overrides=overrides)

@@ -21,7 +21,6 @@ from rlhf import artifacts, ds_config
 from rlhf.config import DataConfig, ModelConfig, OptimConfig, RunConfig
 from rlhf.rollout.split import check_heads, check_split
 from rlhf.rules import RULES
-from step1_sft.config import SFTConfig
 from step3_ppo.config import PPOConfig
 
 _BUILTIN_TASKS = ("politeness",)
@@ -282,12 +281,11 @@ def _rollout_problems(stage: Stage, stages: Sequence[Stage], world_size: int) ->
 
 
 def _parallel_problems(stage: Stage, stages: Sequence[Stage], world_size: int) -> Iterator[Problem]:
-    if not isinstance(stage.config, SFTConfig):
-        return
     parallel = stage.config.parallel
     try:
         parallel.check_ranks(world_size)
-        check_heads(_origin(stage, "model", stages), parallel.sp, said=f"parallel.sp={parallel.sp}")
+        for key in stage.models():
+            check_heads(_origin(stage, key, stages), parallel.sp, said=f"parallel.sp={parallel.sp}")
     except ValueError as error:
         yield Problem(str(error))
 

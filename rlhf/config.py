@@ -218,8 +218,8 @@ class ParallelConfig:
         if self.sp < 1:
             raise ValueError(f"parallel.sp must be >= 1, got {self.sp}. Use 1 for rows that no other rank shares.")
 
-    def check_model(self, model: ModelConfig, data: DataConfig) -> None:
-        """Check that the model is set up for rows that ranks share.
+    def check_model(self, model: ModelConfig, data: DataConfig, *, name: str = "model") -> None:
+        """Check that the model, that of section `name`, is set up for rows that ranks share.
 
         Raises:
             ValueError: rows are not packed, or attention is not ours.
@@ -231,10 +231,10 @@ class ParallelConfig:
             raise ValueError(f"{said}, but data.packing is `off`. Use `auto` or `on`, or parallel.sp=1.")
         if model.attention != "sdpa":
             raise ValueError(
-                f"{said} around sdpa attention, but model.attention is {model.attention}. Use sdpa, or parallel.sp=1."
+                f"{said} around sdpa attention, but {name}.attention is {model.attention}. Use sdpa, or parallel.sp=1."
             )
         if model.compile:
-            raise ValueError(f"{said}, which has not been tried with model.compile=true. Set one of the two off.")
+            raise ValueError(f"{said}, which has not been tried with {name}.compile=true. Set one of the two off.")
 
     def check_ranks(self, num_ranks: int) -> None:
         """Check that so many ranks divide into groups.

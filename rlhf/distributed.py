@@ -205,6 +205,10 @@ class Group:
             dist.all_reduce(x, group=self.handle)
         return x
 
+    def sum(self, x: Tensor) -> Tensor:
+        """x summed over the group, on all members. Its gradient is the sum of what all of them ask of it."""
+        return x if self.size == 1 else cast(Tensor, cast(Any, _Sum).apply(x, self.handle))
+
     def gather(self, x: Tensor) -> list[Tensor]:
         """Equal-shaped tensors of all members, in their order, the same bytes on each."""
         if self.size == 1:
@@ -242,6 +246,21 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return _Exchange.forward(ctx, grads[0], ctx.handle), None
+
+
+class _Sum(torch.autograd.Function):
+    """Sum over a group whose members each go on with all of it: a part's gradient is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, handle: dist.ProcessGroup | None) -> Tensor:
+        ctx.handle = handle
+        total = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=handle)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _Sum.forward(ctx, grads[0], ctx.handle), None
 
 
 def group_of(size: int) -> Group:

@@ -106,14 +106,15 @@ def load_language(data: DataConfig, tokenizer: TokenizerConfig, model: ModelConf
     return Language(tokenizer=loaded, template=load_template(data.template, loaded))
 
 
-def join_group(parallel: ParallelConfig, model: ModelConfig, language: Language) -> Group:
-    """The ranks that share this rank's rows. Collective.
+def join_group(parallel: ParallelConfig, models: Sequence[ModelConfig], language: Language) -> Group:
+    """The ranks that share this rank's rows, which all the models read. Collective.
 
     Raises:
         ValueError: the ranks or the model's heads do not divide, or the family cannot read packed rows.
     """
     if parallel.sp > 1:
         parallel.check_ranks(world_size())
+    for model in models if parallel.sp > 1 else []:
         config, said = read_config(model, language.tokenizer), f"parallel.sp={parallel.sp}"
         if not takes_layout(config):
             raise ValueError(

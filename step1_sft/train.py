@@ -47,7 +47,7 @@ def train(cfg: SFTConfig) -> None:
     """Fine-tune a causal LM on demonstrations and leave a model folder."""
     ds = ds_config.load(cfg.deepspeed)
     language = load_language(cfg.data, cfg.tokenizer, cfg.model, stage="sft")
-    group = join_group(cfg.parallel, cfg.model, language)
+    group = join_group(cfg.parallel, [cfg.model], language)
     dataset = build_dataset(
         cfg.data, stage="sft", part="train", template=language.template, tokenizer=language.tokenizer
     )

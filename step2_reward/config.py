@@ -7,6 +7,7 @@ from rlhf.config import (
     EvalConfig,
     ModelConfig,
     OptimConfig,
+    ParallelConfig,
     RunConfig,
     SamplingConfig,
     TokenizerConfig,
@@ -60,6 +61,8 @@ class RewardConfig:
     """Folder, seed, cadence."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     """The tokenizer."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """Ranks that share rows."""
     eval: EvalConfig = field(default_factory=EvalConfig)
     """Evaluation."""
     ranking: RankingConfig = field(default_factory=RankingConfig)
@@ -78,5 +81,6 @@ class RewardConfig:
     def __post_init__(self) -> None:
         check_length(global_batch_size=self.global_batch_size, epochs=self.epochs, max_steps=self.max_steps)
         self.run.check_supervised()
+        self.parallel.check_model(self.model, self.data)
         if not (self.model.path or self.model.config):
             raise ValueError("model.path and model.config are both empty. Name a model folder or give a config.")

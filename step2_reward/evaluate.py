@@ -12,7 +12,7 @@ from rlhf.data.batching import Batching
 from rlhf.data.collate import collate_preferences
 from rlhf.data.dataset import PreferenceRow, TokenDataset
 from rlhf.data.loader import eval_micro_batches
-from rlhf.distributed import all_gather_objects, rank, world_size
+from rlhf.distributed import Group, all_gather_objects
 from rlhf.engine import TrainEngine
 from rlhf.models.scalar_head import scores_at
 
@@ -45,23 +45,28 @@ class Judgements:
 
 
 def judge(
-    reward: TrainEngine, dataset: TokenDataset[PreferenceRow], *, batching: Batching, max_rows: int, pad_id: int
+    reward: TrainEngine,
+    dataset: TokenDataset[PreferenceRow],
+    *,
+    batching: Batching,
+    group: Group,
+    max_rows: int,
+    pad_id: int,
 ) -> Judgements:
-    """Score all held-out rows, each on one rank; every rank gets all judgements. Collective."""
+    """Score all held-out rows, each on one group of ranks; every rank gets all judgements. Collective."""
     mine = Judgements()
     reward.eval()
     with torch.no_grad():
         for rows in eval_micro_batches(
-            dataset, batching=batching, rank=rank(), world_size=world_size(), max_rows=max_rows
+            dataset, batching=batching, rank=group.number, world_size=group.count, max_rows=max_rows
         ):
-            batch = collate_preferences(rows, pad_id=pad_id, device=reward.device, packed=batching.packed)
-            score_S = scores_at(reward(**batch.sequences.inputs), batch.sequences.last_S)
-            real_S = batch.response_length_S > 0
+            batch = collate_preferences(rows, pad_id=pad_id, device=reward.device, packed=batching.packed, group=group)
+            score_S = batch.sequences.summed(scores_at(reward(**batch.sequences.inputs), batch.sequences.last_S))
             mine.margin += (score_S[batch.chosen_N] - score_S[batch.rejected_N]).tolist()
             mine.margin_source += batch.source_N.tolist()
-            mine.score += score_S[real_S].tolist()
-            mine.length += batch.response_length_S[real_S].tolist()
-            mine.score_source += batch.source_S[real_S].tolist()
+            mine.score += score_S[batch.counted_S].tolist()
+            mine.length += batch.response_length_S[batch.counted_S].tolist()
+            mine.score_source += batch.source_S[batch.counted_S].tolist()
             mine.num_ties += batch.num_ties + batch.num_truncated_ties
     reward.train()
     everything = Judgements()

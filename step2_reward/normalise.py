@@ -10,7 +10,7 @@ from rlhf.data.batching import Batching
 from rlhf.data.collate import collate_responses
 from rlhf.data.dataset import build_dataset
 from rlhf.data.loader import evenly_spaced
-from rlhf.distributed import all_gather_objects, rank, world_size
+from rlhf.distributed import Group, all_gather_objects
 from rlhf.engine import FrozenEngine, TrainEngine, zero3_init
 from rlhf.models.build import build_causal_lm
 from rlhf.models.policy import Policy
@@ -21,7 +21,7 @@ from step2_reward.config import RewardConfig
 
 
 def normalise_on_policy(
-    cfg: RewardConfig, reward: TrainEngine, language: Language, batching: Batching, *, seed: int
+    cfg: RewardConfig, reward: TrainEngine, language: Language, batching: Batching, group: Group, *, seed: int
 ) -> dict[str, float]:
     """Let the policy answer prompts of step 3, score the answers, and store what normalises them in the model's config.
 
@@ -52,7 +52,7 @@ def normalise_on_policy(
         max_new_tokens=cfg.data.max_response_tokens,
         batch_size=64,
     )
-    scores = score_answers(reward, language, batching, answer_rows(policy, voice, rows, seed=seed))
+    scores = score_answers(reward, language, batching, group, answer_rows(policy, voice, rows, seed=seed))
     mean = sum(scores) / len(scores)
     std = math.sqrt(sum((score - mean) ** 2 for score in scores) / len(scores))
     normalise_scores(reward.module.config, mean=mean, std=std)
@@ -60,20 +60,24 @@ def normalise_on_policy(
 
 
 @torch.no_grad()
-def score_answers(reward: TrainEngine, language: Language, batching: Batching, answers: list[Answer]) -> list[float]:
+def score_answers(
+    reward: TrainEngine, language: Language, batching: Batching, group: Group, answers: list[Answer]
+) -> list[float]:
     """Score of each answer, on every rank. Collective."""
     reward.eval()
     lengths = [len(a.prompt_ids) + len(a.response_ids) for a in answers]
     mine: list[tuple[int, float]] = []
-    for rows in batching.split(lengths, world_size=world_size())[rank()]:
+    for rows in batching.split(lengths, world_size=group.count)[group.number]:
         batch = collate_responses(
             [answers[i].prompt_ids for i in rows],
             [answers[i].response_ids for i in rows],
             pad_id=language.pad_id,
             device=reward.device,
             packed=batching.packed,
+            group=group,
         )
-        score_S = scores_at(reward(**batch.sequences.inputs), batch.sequences.last_S)
-        mine += zip(rows, score_S.tolist(), strict=False)
+        score_S = batch.sequences.summed(scores_at(reward(**batch.sequences.inputs), batch.sequences.last_S))
+        # An empty micro-batch has the score of its stand-in.
+        mine += batch.sequences.shared_out(list(zip(rows, score_S.tolist(), strict=False)))
     reward.train()
     return [score for _, score in sorted(pair for part in all_gather_objects(mine) for pair in part)]

@@ -15,12 +15,20 @@ from rlhf.data.collate import PreferenceBatch, collate_preferences
 from rlhf.data.dataset import PreferenceRow, TokenDataset, build_dataset, report_lines
 from rlhf.data.loader import Loader
 from rlhf.data.prefetch import Prefetch
-from rlhf.distributed import all_sum, device, rank, shutdown, world_size
+from rlhf.distributed import Group, all_sum, device, shutdown
 from rlhf.engine import TrainEngine, setup, zero3_init
 from rlhf.models.build import build_reward_model, check_length_fits
 from rlhf.models.scalar_head import ScalarModel, scores_at
 from rlhf.run import Run
-from rlhf.stage import Language, choose_batching, choose_scoring, export_model, flop_shape, load_language
+from rlhf.stage import (
+    Language,
+    choose_batching,
+    choose_scoring,
+    export_model,
+    flop_shape,
+    join_group,
+    load_language,
+)
 from rlhf.watchdog import watched
 from step2_reward.config import RewardConfig
 from step2_reward.evaluate import histograms, judge, summarise
@@ -39,6 +47,7 @@ def train(cfg: RewardConfig) -> None:
         policy = artifacts.verify(cfg.normalise.policy)
         artifacts.check_kind(policy, "normalise.policy", allowed=("policy",))
         artifacts.check_reads(policy, language.contract)
+    group = join_group(cfg.parallel, [cfg.model], language)
     dataset = build_dataset(
         cfg.data, stage="reward", part="train", template=language.template, tokenizer=language.tokenizer
     )
@@ -53,8 +62,8 @@ def train(cfg: RewardConfig) -> None:
         dataset,
         global_batch_size=cfg.global_batch_size,
         batching=batching,
-        rank=rank(),
-        world_size=world_size(),
+        rank=group.number,
+        world_size=group.count,
         seed=cfg.run.seed,
         epochs=cfg.epochs,
         max_steps=cfg.max_steps,
@@ -62,7 +71,7 @@ def train(cfg: RewardConfig) -> None:
 
     def collate(micro_batches: list[list[PreferenceRow]]) -> list[PreferenceBatch]:
         return [
-            collate_preferences(rows, pad_id=language.pad_id, device=device(), packed=batching.packed)
+            collate_preferences(rows, pad_id=language.pad_id, device=device(), packed=batching.packed, group=group)
             for rows in micro_batches
         ]
 
@@ -90,7 +99,14 @@ def train(cfg: RewardConfig) -> None:
 
     def evaluate(step: int) -> dict[str, float]:
         with run.timer("eval"):
-            judgements = judge(reward, held_out, batching=scoring, max_rows=cfg.eval.max_rows, pad_id=language.pad_id)
+            judgements = judge(
+                reward,
+                held_out,
+                batching=scoring,
+                group=group,
+                max_rows=cfg.eval.max_rows,
+                pad_id=language.pad_id,
+            )
         values = summarise(judgements, held_out.source_names)
         run.log_eval(step, values)
         run.write_histograms(histograms(judgements))
@@ -103,7 +119,7 @@ def train(cfg: RewardConfig) -> None:
                 count = all_sum(torch.stack([batch.weight_N.sum() for batch in batches]).sum())
                 for i, batch in enumerate(batches):
                     loss_sum, stats = ranking_loss_sum(
-                        scores_at(reward(**batch.sequences.inputs), batch.sequences.last_S),
+                        batch.sequences.summed(scores_at(reward(**batch.sequences.inputs), batch.sequences.last_S)),
                         chosen_N=batch.chosen_N,
                         rejected_N=batch.rejected_N,
                         weight_N=batch.weight_N,
@@ -122,7 +138,7 @@ def train(cfg: RewardConfig) -> None:
 
     after = evaluate(len(loader))
     with run.timer("eval"):
-        scores = final_scores(cfg, reward, language, dataset, after, batching=scoring, run=run)
+        scores = final_scores(cfg, reward, language, dataset, after, batching=scoring, group=group, run=run)
     metrics = {**headline(before, after), **scores}
     folder = export_model(
         reward, language, run, kind="reward", parents=[cfg.model.path, cfg.normalise.policy], metrics=metrics
@@ -138,6 +154,7 @@ def final_scores(
     after: Mapping[str, float],
     *,
     batching: Batching,
+    group: Group,
     run: Run,
 ) -> dict[str, float]:
     """Range of the scores on preferences, in the unit of the exported model, and what normalised them. Collective.
@@ -151,15 +168,16 @@ def final_scores(
         dataset: training rows, looked at where no row is held out.
         after: the last evaluation.
         batching: micro-batches without gradients.
+        group: ranks that share each of them.
         run: names the seed of the answers that normalise.
     """
     if "eval/score_low" not in after:
-        seen = judge(reward, dataset, batching=batching, max_rows=RANGE_ROWS, pad_id=language.pad_id)
+        seen = judge(reward, dataset, batching=batching, group=group, max_rows=RANGE_ROWS, pad_id=language.pad_id)
         after = summarise(seen, [])
     scores = {name: after[f"eval/{name}"] for name in ("score_low", "score_high") if f"eval/{name}" in after}
     if not cfg.normalise.policy:
         return scores
-    found = normalise_on_policy(cfg, reward, language, batching, seed=run.seed_for("normalise", 0))
+    found = normalise_on_policy(cfg, reward, language, batching, group, seed=run.seed_for("normalise", 0))
     normalised = {name: (score - found["score_mean"]) / found["score_std"] for name, score in scores.items()}
     return {**found, **normalised}
 

@@ -3,7 +3,16 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from rlhf.config import DataConfig, EvalConfig, ModelConfig, OptimConfig, RunConfig, SamplingConfig, VLLMConfig
+from rlhf.config import (
+    DataConfig,
+    EvalConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    RunConfig,
+    SamplingConfig,
+    VLLMConfig,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,6 +212,8 @@ class PPOConfig:
     """Critic's optimiser and schedule."""
     run: RunConfig
     """Folder, seed, cadence."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """Ranks that share rows when they are scored and trained on; in a rollout each rank draws its own."""
     rollout: RolloutConfig
     """Sampling volume."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -288,6 +299,7 @@ class PPOConfig:
         for role in ("actor", "reward", "critic", "reference"):
             if getattr(self, role).config is not None:
                 raise ValueError(f"{role}.config is set, but step 3 starts from trained models. Use {role}.path.")
+            self.parallel.check_model(getattr(self, role), self.data, name=role)
 
     @property
     def num_updates(self) -> int:

@@ -9,6 +9,7 @@ import torch
 
 from rlhf import artifacts, ds_config, engine
 from rlhf.config import ModelConfig
+from rlhf.distributed import Group
 from rlhf.engine import FrozenEngine, TrainEngine
 from rlhf.models.build import build_causal_lm, build_reward_model, check_length_fits
 from rlhf.models.policy import Policy
@@ -43,6 +44,8 @@ class Roles:
     critic: TrainEngine
     reference: FrozenEngine | AdapterOff
     reward: FrozenEngine
+    group: Group
+    """The ranks that share the rows which all four read."""
 
     @property
     def engines(self) -> list[TrainEngine | FrozenEngine]:
@@ -121,13 +124,16 @@ def check_language(cfg: PPOConfig, language: Language) -> None:
     artifacts.check_reads(artifacts.read_manifest(cfg.actor.path), language.contract)
 
 
-def build_roles(cfg: PPOConfig, language: Language, ds: dict[str, dict[str, Any]], *, num_updates: int) -> Roles:
+def build_roles(
+    cfg: PPOConfig, language: Language, ds: dict[str, dict[str, Any]], group: Group, *, num_updates: int
+) -> Roles:
     """Load the four models, each sharded or whole as its JSON says. Collective.
 
     Args:
         cfg: of the stage.
         language: tokenizer and template that all four share.
         ds: content of each role's DeepSpeed JSON.
+        group: ranks that share rows.
         num_updates: optimiser steps of the whole run, for the critic; the actor makes fewer with a critic warm-up.
     """
     models = model_configs(cfg)
@@ -157,4 +163,5 @@ def build_roles(cfg: PPOConfig, language: Language, ds: dict[str, dict[str, Any]
             else FrozenEngine(wrapped["reference"], ds=ds["reference"], role="reference")
         ),
         reward=FrozenEngine(wrapped["reward"], ds=ds["reward"], role="reward"),
+        group=group,
     )

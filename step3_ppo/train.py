@@ -19,7 +19,7 @@ from rlhf.config import TokenizerConfig, parse_config
 from rlhf.data.batching import Batching
 from rlhf.data.dataset import PromptRow, build_dataset, report_lines
 from rlhf.data.loader import Loader, evenly_spaced
-from rlhf.distributed import all_gather_objects, all_max, device, device_type, rank, shutdown, world_size
+from rlhf.distributed import Group, all_gather_objects, all_max, device, device_type, rank, shutdown, world_size
 from rlhf.engine import setup
 from rlhf.memory import measure_growth
 from rlhf.models.build import read_config
@@ -34,7 +34,15 @@ from rlhf.rollout.vllm import VLLMEngine
 from rlhf.rollout.weights import Lending, choose_lending, lend_weights
 from rlhf.rules import rule_named
 from rlhf.run import Run
-from rlhf.stage import Language, choose_batching, choose_scoring, export_model, flop_shape, load_language
+from rlhf.stage import (
+    Language,
+    choose_batching,
+    choose_scoring,
+    export_model,
+    flop_shape,
+    join_group,
+    load_language,
+)
 from rlhf.watchdog import watched
 from step3_ppo.checks import kl_is_zero
 from step3_ppo.config import PPOConfig, ShapingConfig
@@ -64,7 +72,7 @@ def train(cfg: PPOConfig) -> None:
     ds = load_ds_configs(cfg)
     language = load_language(cfg.data, TokenizerConfig(), cfg.actor, stage="ppo")
     check_language(cfg, language)
-    check_rollout(cfg, language, ds["actor"])
+    group = join_ranks(cfg, language, ds["actor"])
     prompts = build_dataset(
         cfg.data, stage="ppo", part="train", template=language.template, tokenizer=language.tokenizer
     )
@@ -80,7 +88,7 @@ def train(cfg: PPOConfig) -> None:
     )
     run = Run.start(cfg, stage="step3_ppo", ds_configs=ds, num_steps=len(loader))
     run.write_data_report(prompts.report, report_lines(prompts.report))
-    roles = build_roles(cfg, language, ds, num_updates=cfg.num_updates)
+    roles = build_roles(cfg, language, ds, group, num_updates=cfg.num_updates)
     judges = make_judges(cfg)
     rows = held_out_rows(cfg, language)
     kl_coef, scale = KLCoefficient(cfg.kl), RunningScale()
@@ -200,11 +208,11 @@ def make_voice(cfg: PPOConfig, language: Language, roles: Roles) -> Voice:
     )
 
 
-def check_rollout(cfg: PPOConfig, language: Language, actor_ds: Mapping[str, Any]) -> None:
-    """Check that the rollout fits the actor, before a weight is loaded.
+def join_ranks(cfg: PPOConfig, language: Language, actor_ds: Mapping[str, Any]) -> Group:
+    """The ranks that share rows, once it is sure that they fit the models and the rollout the actor. Collective.
 
     Raises:
-        ValueError: it does not.
+        ValueError: they do not.
     """
     trained_in = ds_config.dtype_name(actor_ds)
     cfg.check_rollout(trained_in=trained_in, zero_stage=ds_config.zero_stage(actor_ds), world_size=world_size())
@@ -213,6 +221,7 @@ def check_rollout(cfg: PPOConfig, language: Language, actor_ds: Mapping[str, Any
         check_split(config.to_dict(), cfg.rollout.tensor_parallel)
     if cfg.rollout.graphs:
         check_graphs(config, device_type())
+    return join_group(cfg.parallel, list(model_configs(cfg).values()), language)
 
 
 @contextmanager

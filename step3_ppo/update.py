@@ -5,7 +5,7 @@ import logging
 import torch
 
 from rlhf.data.batching import Batching
-from rlhf.distributed import all_sum, rank, world_size
+from rlhf.distributed import all_sum
 from rlhf.ops import masked_sum
 from rlhf.rollout.answers import Voice
 from rlhf.rollout.importance import importance_weights
@@ -56,8 +56,8 @@ def update(
         minibatches = experience.minibatches(
             minibatch_size=config.minibatch_size,
             batching=batching,
-            rank=rank(),
-            world_size=world_size(),
+            rank=roles.group.number,
+            world_size=roles.group.count,
             seed=run.seed_for(f"shuffle {epoch}", step),
         )
         for number, minibatch in enumerate(minibatches):
@@ -66,7 +66,11 @@ def update(
                 continue
             micro_batches = [
                 experience.micro_batch(
-                    rows, pad_id=int(voice.tokenizer.pad_token_id), device=roles.actor.device, packed=batching.packed
+                    rows,
+                    pad_id=int(voice.tokenizer.pad_token_id),
+                    device=roles.actor.device,
+                    packed=batching.packed,
+                    group=roles.group,
                 )
                 for rows in minibatch
             ]

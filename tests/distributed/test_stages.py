@@ -44,12 +44,13 @@ EPS = 1e-5
 TWO_RANKS = ("cpu_zero0", "cpu_zero3")
 # Both ranks on every row.
 ONE_GROUP = "cpu_zero3_sp2"
-# DeepSpeed JSON of the actor, and how its weights come to the decoder.
+# DeepSpeed JSON of the actor, and how its weights come to the decoder; `rows`: all rows shared by both ranks.
 ACTORS: dict[str, tuple[str, dict[str, Any]]] = {
     "whole": ("cpu_zero0", {}),
     "gathered": ("cpu_zero3_hybrid", {}),
     "layerwise": ("cpu_zero3", {"rollout__weights": "layerwise"}),
     "shared": ("cpu_zero3", {"rollout__tensor_parallel": 2}),
+    "rows": ("cpu_zero3", {"parallel__sp": 2}),
 }
 
 
@@ -140,7 +141,8 @@ def supervised_job(folder: Path) -> str:
     for name in TWO_RANKS:
         sft(folder, name)
         reward(folder, name)
-    sft(folder, "cpu_zero3", parallel__sp=2, run__out_dir=str(folder / f"sft_{ONE_GROUP}_2"))
+    for stage, run in (("sft", sft), ("rm", reward)):
+        run(folder, "cpu_zero3", parallel__sp=2, run__out_dir=str(folder / f"{stage}_{ONE_GROUP}_2"))
     return broken_on_rank_1(folder)
 
 
@@ -232,7 +234,7 @@ def test_step1_is_one_trajectory(runs: Runs, name: str) -> None:
     assert (one / "samples.jsonl").read_text() == (two / "samples.jsonl").read_text()
 
 
-@pytest.mark.parametrize("name", TWO_RANKS)
+@pytest.mark.parametrize("name", [*TWO_RANKS, ONE_GROUP])
 def test_step2_is_one_trajectory(runs: Runs, name: str) -> None:
     """K ranked answers; the normalising answers are the same, and so its two constants."""
     runs.after(supervised_job)
@@ -240,6 +242,8 @@ def test_step2_is_one_trajectory(runs: Runs, name: str) -> None:
     assert_same_run(one, two, rel=2e-5, weight=2e-5)
     first, second = (json.loads((folder / "model/config.json").read_text()) for folder in (one, two))
     assert first["rlhf_score_std"] != 1.0
+    assert result(one)["num_tokens"] == result(two)["num_tokens"]
+    assert result(one)["model_flops"] == pytest.approx(result(two)["model_flops"])
     for key in ("rlhf_score_mean", "rlhf_score_std"):
         assert second[key] == pytest.approx(first[key], rel=1e-4)
     assert one.joinpath("data.json").read_text() == two.joinpath("data.json").read_text()
@@ -259,6 +263,7 @@ def test_step3_is_one_trajectory(runs: Runs, way: str) -> None:
     log = (two / "log.txt").read_text()
     assert {"layerwise": "layer by layer", "shared": "shared by 2 ranks"}.get(way, "whole on each rank") in log
     assert (two / "critic/manifest.json").is_file()
+    assert result(one)["num_tokens"] == result(two)["num_tokens"]
 
 
 def bfloat16_job(folder: Path) -> list[list[list[int]]]:

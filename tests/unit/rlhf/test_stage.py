@@ -62,11 +62,11 @@ def test_rows_that_ranks_cannot_share(
 ) -> None:
     monkeypatch.setattr(stage, "world_size", lambda: num_ranks)
     with pytest.raises(ValueError, match=message):
-        join_group(ParallelConfig(sp=2), ModelConfig(config=config), language)
+        join_group(ParallelConfig(sp=2), [ModelConfig(config=config)], language)
 
 
 def test_rows_that_no_rank_shares_suit_every_model(language: Language) -> None:
-    group = join_group(ParallelConfig(), ModelConfig(config=BLOOM), language)
+    group = join_group(ParallelConfig(), [ModelConfig(config=BLOOM)], language)
     assert (group.rank, group.size, group.number, group.count) == (0, 1, 0, 1)
 
 

@@ -55,6 +55,7 @@ def _add_work(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--tensor", type=int, default=1, metavar="N", help="tensor parallelism of the actor")
     group.add_argument("--pipeline", type=int, default=1, metavar="N", help="pipeline stages of the actor")
     group.add_argument("--virtual", type=int, default=1, metavar="N", help="pieces a stage: interleaved 1F1B")
+    group.add_argument("--sp", type=int, default=1, metavar="N", help="ranks that share each row's tokens (1)")
     group.add_argument("--offload", action="store_true", help="optimiser, under ZeRO-3 weights too, in host memory")
     group = parser.add_argument_group("how much")
     group.add_argument("--demonstrations", type=float, default=58_880, metavar="N", help="rows of step 1 (58880)")

@@ -5,7 +5,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,7 @@ def emit(setting: Setting, folder: Path, *, template: Template, load: LoadJson) 
     """Write a recipe that runs the setting, all of it or nothing.
 
     Args:
-        setting: what is run; its layouts split data alone, step 1's rows too.
+        setting: what is run; its layouts split data alone, and rows.
         folder: new.
         template: whose other settings are kept.
         load: reads a DeepSpeed JSON by name or path.
@@ -76,9 +76,8 @@ def emit(setting: Setting, folder: Path, *, template: Template, load: LoadJson) 
     """
     if folder.exists() and any(folder.iterdir() if folder.is_dir() else [folder]):
         raise FileExistsError(f"--emit {folder} is not empty. Name a new folder.")
-    _check(replace(setting.sft.layout, context=1))
-    _check(setting.preference.layout)
-    _check(setting.ppo.actor)
+    for layout in (setting.sft.layout, setting.preference.layout, setting.ppo.actor):
+        _check(layout)
     texts = _texts(setting, folder, template, load)
     folder.parent.mkdir(parents=True, exist_ok=True)
     part = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
@@ -97,10 +96,10 @@ def emit(setting: Setting, folder: Path, *, template: Template, load: LoadJson) 
 
 
 def _check(layout: Layout) -> None:
-    if layout.model_ranks > 1:
+    if layout.tensor * layout.pipeline > 1:
         raise ValueError(
-            f"--emit cannot write tensor {layout.tensor} x pipeline {layout.pipeline} x context {layout.context}: this "
-            "code divides data alone, and rows in step 1 alone. Plan without them."
+            f"--emit cannot write tensor {layout.tensor} x pipeline {layout.pipeline}: this code divides data and rows "
+            "alone. Plan without them."
         )
     if layout.dtype not in ("bf16", "fp16", "fp32"):
         raise ValueError(f"--emit cannot write {layout.dtype}: this code trains in bf16, fp16 or fp32. Set --dtype.")
@@ -168,8 +167,13 @@ def _fill_training(doc: dict[str, Any], training: Training) -> None:
     doc["global_batch_size"] = layout.global_batch
     doc["epochs"] = training.epochs
     _fill_model(doc["model"], layout)
-    if layout.context > 1:
-        doc["parallel"] = {"sp": layout.context}
+    _fill_parallel(doc, layout)
+
+
+def _fill_parallel(doc: dict[str, Any], layout: Layout) -> None:
+    parallel = {**doc.pop("parallel", {}), "sp": layout.context}
+    if parallel != {"sp": 1}:
+        doc["parallel"] = parallel
 
 
 def _fill_model(model: dict[str, Any], layout: Layout) -> None:
@@ -195,6 +199,7 @@ def _fill_ppo(doc: dict[str, Any], setting: Setting) -> None:
     doc["update"].update(minibatch_size=ppo.minibatch, epochs=ppo.epochs)
     doc["max_steps"] = max(1, round(ppo.prompts / (prompts * samples)))
     _fill_model(doc["actor"], ppo.actor)
+    _fill_parallel(doc, ppo.actor)
 
 
 def _ds_config(load: LoadJson, source: str, layout: Layout) -> dict[str, Any]:

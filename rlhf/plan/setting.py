@@ -72,8 +72,8 @@ class Setting:
 
 
 def stack_of(layout: Layout) -> Stack:
-    """This code, or for tensor, pipeline and context parallelism, which it has not, a program like Megatron-Core."""
-    return OURS if layout.model_ranks == 1 else MEGATRON_CORE
+    """This code, or for tensor and pipeline parallelism, which it has not, a program like Megatron-Core."""
+    return OURS if layout.tensor * layout.pipeline == 1 else MEGATRON_CORE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +91,8 @@ class Choices:
     tensor: int = 1
     pipeline: int = 1
     virtual: int = 1
+    sp: int = 1
+    """Ranks that share each row's tokens, in all steps."""
     offload: bool = False
     demonstrations: float = 58_880
     pairs: float = 117_760
@@ -106,17 +108,26 @@ def from_models(actor: str, reward: str, device: Device, gpus: int, choices: Cho
     """
     policy, scorer = find_named_shape(actor), find_named_shape(reward)
     device.peak(choices.dtype)
+    for shape in (policy, scorer):
+        if shape.heads % choices.sp or shape.kv_heads % choices.sp:
+            raise ValueError(
+                f"--sp {choices.sp}: {shape.heads} attention heads and {shape.kv_heads} key and value heads do not "
+                "both divide over so many ranks. Use a divisor of both."
+            )
     length = choices.prompt + choices.response
     recompute = choices.recompute or ("full" if policy.parameters > LARGE else "none")
     zero = choices.zero if choices.zero is not None else (3 if gpus > 1 and choices.pipeline == 1 else min(1, gpus - 1))
     main = Layout(
         gpus=gpus, length=length, micro_batch=choices.micro_batch, zero=zero, recompute=recompute,  # type: ignore[arg-type]
         dtype=choices.dtype, lora=choices.lora, tensor=choices.tensor, pipeline=choices.pipeline,
-        virtual=choices.virtual, sequence_parallel=choices.tensor > 1, offload_optimizer=choices.offload,
+        virtual=choices.virtual, sequence_parallel=choices.tensor > 1, context=choices.sp,
+        offload_optimizer=choices.offload,
         offload_weights=choices.offload and zero == 3,
     )  # fmt: skip
     main = with_batch(main, choices.global_batch)
-    small = Layout(gpus=gpus, length=length, micro_batch=choices.micro_batch, dtype=choices.dtype)
+    small = Layout(
+        gpus=gpus, length=length, micro_batch=choices.micro_batch, dtype=choices.dtype, context=choices.sp
+    )  # fmt: skip
     small = with_batch(small, choices.global_batch)
     prompts_per_step = max(512, gpus)
     return Setting(

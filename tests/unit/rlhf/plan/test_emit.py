@@ -55,6 +55,7 @@ def write(made: Setting, folder: Path) -> list[str]:
         (8, {"zero": 3, "offload": True, "dtype": "fp16"}),
         (8, {"recompute": "selective"}),
         (1, {"zero": 0, "lora": 16}),
+        (8, {"sp": 4}),
     ],
 )
 def test_what_is_read_back_is_what_was_planned(gpus: int, choices: dict[str, Any], tmp_path: Path) -> None:
@@ -82,8 +83,9 @@ def test_shared_rows_and_every_second_layer_are_written(tmp_path: Path) -> None:
     shared = replace(layout, context=2, accumulation=2 * layout.accumulation, recompute="full", recompute_every=2)
     write(replace(made, sft=replace(made.sft, layout=shared)), tmp_path / "mine")
     assert read(tmp_path / "mine").sft.layout == shared
-    with pytest.raises(ValueError, match="cannot write tensor 1 x pipeline 1 x context 2"):
-        write(replace(made, preference=replace(made.preference, layout=shared)), tmp_path / "other")
+    assert read(tmp_path / "mine").preference.layout.context == read(tmp_path / "mine").ppo.actor.context == 1
+    with pytest.raises(ValueError, match="cannot write tensor 2 x pipeline 1: this code divides data and rows alone"):
+        write(replace(made, sft=replace(made.sft, layout=replace(shared, tensor=2))), tmp_path / "other")
 
 
 def test_the_launcher_would_start_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -233,8 +233,6 @@ class ParallelConfig:
             raise ValueError(
                 f"{said} around sdpa attention, but {name}.attention is {model.attention}. Use sdpa, or parallel.sp=1."
             )
-        if model.compile:
-            raise ValueError(f"{said}, which has not been tried with {name}.compile=true. Set one of the two off.")
 
     def check_ranks(self, num_ranks: int) -> None:
         """Check that so many ranks divide into groups.

@@ -76,7 +76,7 @@ def train(cfg: RewardConfig) -> None:
         ]
 
     loader = Prefetch(order, collate)
-    run = Run.start(cfg, stage="step2_reward", ds_configs={"": ds}, num_steps=len(loader))
+    run = Run.start(cfg, stage="step2_reward", ds_configs={"": ds}, num_steps=len(loader), share=group.rank)
     run.write_data_report(dataset.report, report_lines(dataset.report))
     held_out = build_dataset(
         cfg.data, stage="reward", part="eval", template=language.template, tokenizer=language.tokenizer

@@ -340,6 +340,36 @@ def test_step1_resumes_with_another_sp(runs: Runs) -> None:
     assert result(one)["num_tokens"] == result(two)["num_tokens"]
 
 
+def dropout_job(folder: Path) -> int:
+    """Step 1 with dropout on shared rows: whole, and killed in its fifth step with a saved state of the fourth.
+
+    Returns:
+        The seed that masks were drawn from.
+    """
+    engine.setup(timeout_seconds=60)
+    settings = {"parallel__sp": 2, "model__dropout": 0.2, "run__save_every": 4}
+    sft(folder, "cpu_zero2", run__out_dir=str(folder / "dropout_whole"), **settings)
+    seed = torch.initial_seed()
+    settings["run__out_dir"] = str(folder / "dropout_parts")
+    with pytest.MonkeyPatch.context() as patch:
+        kill_at(patch, sft_program.Run, step=5)
+        with pytest.raises(Killed):
+            sft(folder, "cpu_zero2", **settings)
+    sft(folder, "cpu_zero2", run__resume=True, **settings)
+    return seed
+
+
+def test_dropout_on_shared_rows_resumes_bit_for_bit(runs: Runs) -> None:
+    """Each rank goes on with the masks of its own generator."""
+    seeds = runs.after(dropout_job)
+    assert seeds[0] != seeds[1]
+    whole, parts = runs.folder / "dropout_whole", runs.folder / "dropout_parts"
+    assert metric_lines(parts) == metric_lines(whole)
+    assert series(whole, "train/loss") != series(runs.folder / "sft_cpu_zero0_1", "train/loss"), "dropout is on"
+    first, second = weights(whole / "model"), weights(parts / "model")
+    assert all(first[key].equal(second[key]) for key in first)
+
+
 PROGRAMS = {"sft": (sft, sft_program, 5), "rm": (reward, reward_program, 3), "ppo": (ppo, ppo_program, 2)}
 """What runs a stage, its module, and the step in which it is killed; the state is that of the step before."""
 

@@ -45,6 +45,8 @@ def test_tiny_cpu_has_none(tmp_path: Path) -> None:
         ("--ppo.gold_rule=politness", "gold_rule=politness: there is no such rule. Use one of .*politeness"),
         ("--ppo.rollout.tensor_parallel=3", "step3_ppo: rollout.tensor_parallel=3 does not divide the 2 ranks"),
         ("--sft.parallel.sp=3", "step1_sft: parallel.sp=3 does not divide the number of ranks, 2. Use a divisor of it"),
+        ("--reward.parallel.sp=3", "step2_reward: parallel.sp=3 does not divide the number of ranks, 2."),
+        ("--ppo.parallel.sp=3", "step3_ppo: parallel.sp=3 does not divide the number of ranks, 2."),
         ("--ppo.rollout.dtype=bfloat16", "step3_ppo: rollout.dtype=bfloat16, but the actor is trained in float32"),
         ("--ppo.data.split.seed=3", "step3_ppo: data.split=.*a prompt could stand in both"),
         ("--reward.data.template=plain", "step2_reward: data.template=plain, but step1_sft uses auto"),

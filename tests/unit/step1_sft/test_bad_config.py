@@ -70,7 +70,6 @@ def test_a_corpus_of_broken_settings(good: Path, more: str, said: str, capsys: p
     [
         ("data.packing=off", "parallel.sp=2 shares packed rows between ranks, but data.packing is `off`. Use `auto`"),
         ("model.attention=eager", "around sdpa attention, but model.attention is eager. Use sdpa, or parallel.sp=1."),
-        ("model.compile=true", "has not been tried with model.compile=true. Set one of the two off."),
     ],
 )
 def test_what_rows_shared_by_ranks_do_not_go_with(

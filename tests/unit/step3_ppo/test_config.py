@@ -31,6 +31,11 @@ def config(**changes: Any) -> PPOConfig:
             {"rollout__graphs": True, "rollout__weights": "gathered", "rollout__tensor_parallel": 2},
             "graphs is true.*tensor_parallel 2",
         ),
+        ({"parallel__sp": 2, "data__packing": "off"}, "parallel.sp=2 shares packed rows .*data.packing is `off`"),
+        *(
+            ({"parallel__sp": 2, f"{role}__attention": "eager"}, f"but {role}.attention is eager. Use sdpa")
+            for role in ("actor", "reward", "critic", "reference")
+        ),
     ],
 )
 def test_settings_that_contradict_each_other(changes: dict[str, Any], message: str) -> None:

@@ -218,11 +218,17 @@ class ParallelConfig:
         if self.sp < 1:
             raise ValueError(f"parallel.sp must be >= 1, got {self.sp}. Use 1 for rows that no other rank shares.")
 
-    def check_model(self, model: ModelConfig, data: DataConfig, *, name: str = "model") -> None:
+    def check_model(self, model: ModelConfig, data: DataConfig, *, name: str = "model", compiles: bool = False) -> None:
         """Check that the model, that of section `name`, is set up for rows that ranks share.
 
+        Args:
+            model: of the stage.
+            data: of the stage.
+            name: the model's section.
+            compiles: whether the stage has been run with compiled layers on such rows.
+
         Raises:
-            ValueError: rows are not packed, or attention is not ours.
+            ValueError: rows are not packed, attention is not ours, or layers are compiled where that was not run.
         """
         if self.sp == 1:
             return
@@ -232,6 +238,11 @@ class ParallelConfig:
         if model.attention != "sdpa":
             raise ValueError(
                 f"{said} around sdpa attention, but {name}.attention is {model.attention}. Use sdpa, or parallel.sp=1."
+            )
+        if model.compile and not compiles:
+            raise ValueError(
+                f"{said}, which has been tried with compiled layers in step 1 alone, but {name}.compile is true. Set "
+                "it to false, or parallel.sp=1."
             )
 
     def check_ranks(self, num_ranks: int) -> None:

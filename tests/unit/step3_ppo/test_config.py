@@ -32,6 +32,7 @@ def config(**changes: Any) -> PPOConfig:
             "graphs is true.*tensor_parallel 2",
         ),
         ({"parallel__sp": 2, "data__packing": "off"}, "parallel.sp=2 shares packed rows .*data.packing is `off`"),
+        ({"parallel__sp": 2, "critic__compile": True}, "in step 1 alone, but critic.compile is true. Set it to false"),
         *(
             ({"parallel__sp": 2, f"{role}__attention": "eager"}, f"but {role}.attention is eager. Use sdpa")
             for role in ("actor", "reward", "critic", "reference")

@@ -300,10 +300,11 @@ def _parallel_problems(stage: Stage, stages: Sequence[Stage], world_size: int) -
     parallel, ds_configs = stage.config.parallel, stage.ds_configs()
     try:
         parallel.check_ranks(world_size)
+        for key in stage.models():
+            check_heads(_origin(stage, key, stages), parallel.sp, said=f"parallel.sp={parallel.sp}")
         for name in _optims(stage):
             from_reward = name == "critic" and not stage.models()[name].path
             shape = _origin(stage, "reward" if from_reward else name, stages)
-            check_heads(shape, parallel.sp, said=f"parallel.sp={parallel.sp}")
             pipeline.check(shape, _json_of(ds_configs[name]), parallel.pp)
             if shape:
                 check_training_split(shape, parallel.tp, name=name)

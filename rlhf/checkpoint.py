@@ -19,7 +19,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from rlhf import artifacts, distributed, ds_config, heartbeat, states
+from rlhf import artifacts, distributed, heartbeat, states
 from rlhf.engine import NonFiniteError, TrainEngine
 from rlhf.health import UnhealthyError, Verdict
 from rlhf.metrics import lookup
@@ -339,12 +339,13 @@ class Checkpoints:
             if same_size and layout["zero_stage"] == engine.zero_stage:
                 engine.load_state(state, name)
                 continue
-            if engine.optim.name in ds_config.OBJECTS:
+            if engine.optim.name == "adamw_8bit":
                 raise StateError(
                     f"{state} was saved on {size} ranks with ZeRO-{layout['zero_stage']}, this run has "
-                    f"{distributed.world_size()} with ZeRO-{engine.zero_stage}: what optim.name={engine.optim.name} "
-                    "keeps is not converted. Resume with the ranks and stage of the save, or take the weights alone "
-                    "with run.resume_weights_only."
+                    f"{distributed.world_size()} with ZeRO-{engine.zero_stage}: optim.name={engine.optim.name} keeps "
+                    "moments in 8 bits, whose blocks of 256 with a scale each end where a rank's share does, so that "
+                    "they cannot be cut otherwise without rounding anew. Resume with the ranks and stage of the save, "
+                    "or take the weights alone with run.resume_weights_only."
                 )
             logger.warning(
                 "%s was saved on %d ranks with ZeRO-%d, this run has %d with ZeRO-%d: it goes on, equal to rounding",

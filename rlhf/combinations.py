@@ -145,7 +145,6 @@ REFUSED: Mapping[tuple[str, ...], str] = {
         "the kernel works on the accelerator's memory. Use optim.name=adamw, or a JSON without offload.",
     ("recompute selective", "activation offload"):
         "its products are kept where they cannot be taken away. Set recompute to full or none.",
-    ("compile", "rows shared"): _UNTRIED,
 }  # fmt: skip
 """Two ways or three, in the order of WAYS -> why they do not go together, and what to do."""
 

@@ -261,16 +261,27 @@ class ParallelConfig:
             if size < 1:
                 raise ValueError(f"parallel.{name} must be >= 1, got {size}. Use 1 for ranks that share nothing.")
 
-    def check_model(self, model: ModelConfig, data: DataConfig, *, name: str = "model") -> None:
-        """Check that the model, that of section `name`, can be trained by ranks that share rows or weights.
+    def check_model(self, model: ModelConfig, data: DataConfig, *, name: str = "model", compiles: bool = False) -> None:
+        """Check that the model, that of section `name`, can be read by ranks that share rows or weights.
+
+        Args:
+            model: of the stage.
+            data: of the stage.
+            name: the model's section.
+            compiles: whether the stage has been run with compiled layers on rows that ranks share.
 
         Raises:
-            ValueError: rows are not packed, or attention is not ours.
+            ValueError: rows are not packed, attention is not ours, or layers are compiled where that was not run.
         """
         if self.sp > 1 and data.packing == "off":
             raise ValueError(
                 f"parallel.sp={self.sp} shares packed rows between ranks, but data.packing is `off`. Use `auto` or "
                 "`on`, or parallel.sp=1."
+            )
+        if self.sp > 1 and model.compile and not compiles:
+            raise ValueError(
+                f"parallel.sp={self.sp} has been tried with compiled layers in step 1 alone, but {name}.compile is "
+                "true. Set it to false, or parallel.sp=1."
             )
         for knob in ("sp", "tp"):
             size = getattr(self, knob)

@@ -243,6 +243,13 @@ class Group:
             return self.sum_(x)
         return cast(Tensor, cast(Any, _Sum).apply(x, self))
 
+    def total(self, x: Tensor) -> Tensor:
+        """Sum over the group of what each member has found, with which each goes on by itself; with gradient.
+
+        The gradient of each member's x is the sum of what all of them ask of the result.
+        """
+        return x if self.size == 1 else cast(Tensor, cast(Any, _Total).apply(x, self))
+
     def fan_out(self, x: Tensor) -> Tensor:
         """The same x, equal on all members, from which each computes a part: its gradient is the sum of theirs."""
         if self.size == 1 or not (torch.is_grad_enabled() and x.requires_grad):
@@ -311,6 +318,17 @@ class _FanOut(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
         return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.group.sum_(grads[0].clone(memory_format=torch.contiguous_format)), None
+
+
+class _Total(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return group.sum_(x.clone(memory_format=torch.contiguous_format))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

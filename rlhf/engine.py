@@ -527,14 +527,16 @@ class TrainEngine:
         self.step_count = int(client["step_count"])
 
     def load_universal(self, folder: Path, *, step_count: int) -> None:
-        """Restore weights and moments from the form that `rlhf.universal` writes, which has AdamW's. Collective.
+        """Restore weights and moments from the form that `rlhf.universal` writes. Collective.
+
+        AdamW's moments in 8 bits begin anew: their scales are of blocks of a rank's vector, which is cut otherwise.
 
         Args:
             folder: holds `zero/`.
             step_count: optimiser steps made, for the schedule.
         """
-        adam = self.optim.name not in ds_config.OBJECTS
-        universal.load(self._engine, self.zero_stage, folder, self._group_names(), moments=adam)
+        moments = self.optim.name != "adamw_8bit"
+        universal.load(self._engine, self.zero_stage, folder, self._group_names(), moments=moments)
         self.step_count = step_count
 
     def state_bytes(self) -> dict[str, int]:
@@ -549,6 +551,7 @@ class TrainEngine:
         """How the engine's saved files are to be read: JSON-able, equal on all ranks."""
         return {
             "zero_stage": self.zero_stage,
+            "optimizer": self.optim.name,
             "step_count": self.step_count,
             "tensor_parallel": self.tensor.size,
             "shapes": {n: list(getattr(p, "ds_shape", p.shape)) for n, p in self.module.named_parameters()},
@@ -658,7 +661,7 @@ def _initialize(
             model=model, model_parameters=groups, optimizer=made, config=config, mpu=mpu, dist_init_required=False
         )
     if isinstance(made, Muon) and ds_config.zero_stage(ds) > 0:
-        made.shards = zero_shards(engine.optimizer, ds_config.zero_stage(ds)).__getitem__
+        made.shards = zero_shards(engine.optimizer, ds_config.zero_stage(ds))
     return engine
 
 

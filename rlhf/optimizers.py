@@ -9,7 +9,7 @@ gradient.
 
 import importlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -71,8 +71,8 @@ class Muon(torch.optim.Optimizer):
         """
         defaults = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps, "momentum": optim.momentum}
         super().__init__(groups, defaults)
-        self.shards: Callable[[Tensor], list[Shard]] | None = None
-        """Under ZeRO: of a flat parameter, its matrices in an order that is the same on all ranks."""
+        self.shards: Mapping[Tensor, list[Shard]] = {}
+        """Under ZeRO: of each flat parameter its matrices, in an order that is the same on all ranks."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -97,8 +97,7 @@ class Muon(torch.optim.Optimizer):
         if weight.ndim == 2:
             direction = _matched(direction)
         else:
-            assert self.shards is not None, "the engine says how a flat vector is made of matrices"
-            _orthogonalise_shards(direction, self.shards(weight))
+            _orthogonalise_shards(direction, self.shards[weight])
         weight.mul_(1 - group["lr"] * group["weight_decay"]).add_(direction, alpha=-group["lr"])
 
 

@@ -80,7 +80,13 @@ class Run:
 
     @classmethod
     def start(
-        cls, cfg: StageConfig, *, stage: str, ds_configs: Mapping[str, Mapping[str, Any]], num_steps: int
+        cls,
+        cfg: StageConfig,
+        *,
+        stage: str,
+        ds_configs: Mapping[str, Mapping[str, Any]],
+        num_steps: int,
+        share: int = 0,
     ) -> "Run":
         """Make the folder, write the resolved configs, open log and sinks, seed the generators.
 
@@ -89,6 +95,7 @@ class Run:
             stage: name of the stage, e.g. step1_sft.
             ds_configs: resolved DeepSpeed config of each role; role "" gives `ds_config.json`.
             num_steps: optimiser steps (PPO steps in step 3) of the whole run.
+            share: number of this rank among those that share its rows.
 
         Raises:
             FileExistsError: the folder holds a run's files and run.resume is false.
@@ -99,7 +106,7 @@ class Run:
         claim_folder(folder, resume=config.resume)
         watchdog.write_records_to(folder / HEARTBEAT)
         configure_logging(folder)
-        seed_generators(config.seed)
+        seed_generators(config.seed, share=share)
         sinks: list[Sink] = []
         if distributed.is_main():
             save_config(cfg, folder / "config.yaml")

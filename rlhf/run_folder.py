@@ -94,11 +94,17 @@ def configure_logging(folder: Path) -> None:
         logging.getLogger(name).setLevel(logging.INFO if distributed.is_main() else logging.WARNING)
 
 
-def seed_generators(seed: int) -> None:
-    """Seed Python's, NumPy's and torch's generators."""
+def seed_generators(seed: int, *, share: int = 0) -> None:
+    """Seed Python's, NumPy's and torch's generators.
+
+    Args:
+        seed: equal on all ranks.
+        share: number of this rank among those that share its rows. Torch's generator, which draws dropout's masks, is
+            another for each: with equal ones, columns of one row would be masked alike.
+    """
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
+    torch.manual_seed(int(np.random.SeedSequence([seed, share]).generate_state(1)[0]) if share else seed)
 
 
 def _argv() -> list[str]:

@@ -4,10 +4,14 @@ DeepSpeed's universal checkpoint: one folder a weight, with the whole float32 we
 converter reads ZeRO 1 to 3; what it leaves in `optimizer_state.pt` depends on the stage, and its loader for stage 3
 would give every group the weight decay of the first. So that file is written here, without hyper-parameters, which the
 run has anyway, and ZeRO-0 is converted here.
+
+Muon's momentum, which is an exponential average of gradients as Adam's first moment is, goes by that name between the
+two layouts, beside a second moment of zeros that nobody reads.
 """
 
 import contextlib
 import io
+import shutil
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,6 +24,7 @@ from deepspeed.utils import zero_to_fp32
 from torch import Tensor
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTUM = "momentum_buffer"
 _MODEL_FILE = "mp_rank_00_model_states.pt"
 
 
@@ -35,8 +40,12 @@ def convert(saved: Path, layout: Mapping[str, Any], folder: Path) -> None:
     if layout["zero_stage"] == 0:
         _convert_stage0(saved, layout, folder)
     else:
+        source = saved
+        if layout.get("optimizer") == "muon":
+            source = folder / "as_adam"
+            _write_as_adam(saved, source)
         arguments = Namespace(
-            input_folder=str(saved),
+            input_folder=str(source),
             output_folder=str(folder),
             num_extract_workers=1,
             num_merge_workers=1,
@@ -50,6 +59,8 @@ def convert(saved: Path, layout: Mapping[str, Any], folder: Path) -> None:
         scaler = former.get("loss_scaler")
         if layout["zero_stage"] == 3:
             _shape(folder, layout)
+        if source != saved:
+            shutil.rmtree(source)
     _write_optimizer_state(folder, layout, adam_step=layout["step_count"], scaler=scaler)
 
 
@@ -89,7 +100,7 @@ def load(engine: Any, zero_stage: int, folder: Path, groups: list[list[str]], *,
         zero_stage: its stage.
         folder: holds `zero/`.
         groups: names of the trained weights in the order of the optimiser's groups.
-        moments: take Adam's too; without, the optimiser begins anew, as one of another kind has to.
+        moments: take Adam's, or Muon's, too; without, the optimiser begins anew, as one of another kind has to.
     """
     optimizer_state = torch.load(folder / "zero" / "optimizer_state.pt", weights_only=False)
     if zero_stage == 0:
@@ -106,8 +117,12 @@ def load(engine: Any, zero_stage: int, folder: Path, groups: list[list[str]], *,
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
     if not moments:
         inner.state.clear()
-    for state in inner.state.values():
-        state["step"] = torch.tensor(float(optimizer_state["adam_step"]))
+    matrices = getattr(inner, "shards", {})
+    for weight, state in inner.state.items():
+        if weight in matrices:
+            inner.state[weight] = {MOMENTUM: state["exp_avg"]}
+        elif MOMENTUM not in state:
+            state["step"] = torch.tensor(float(optimizer_state["adam_step"]), device=weight.device)
 
 
 def _load_stage0(engine: Any, folder: Path, groups: list[list[str]]) -> None:
@@ -120,8 +135,8 @@ def _load_stage0(engine: Any, folder: Path, groups: list[list[str]]) -> None:
                 tensors = {key: _read(folder, name, key) for key in ("fp32", *MOMENTS)}
                 for weight in {id(w): w for w in (parameters[name], master)}.values():
                     weight.copy_(tensors["fp32"].view(weight.shape))
-                for moment in MOMENTS:
-                    inner.state[master][moment] = tensors[moment].view(master.shape).to(master)
+                moments = {moment: tensors[moment].view(master.shape).to(master) for moment in MOMENTS}
+                inner.state[master] = {MOMENTUM: moments["exp_avg"]} if group.get("matrices") else moments
 
 
 def _convert_stage0(saved: Path, layout: Mapping[str, Any], folder: Path) -> None:
@@ -130,9 +145,32 @@ def _convert_stage0(saved: Path, layout: Mapping[str, Any], folder: Path) -> Non
     optimizer = content["optimizer"]
     adam = optimizer.get("optimizer_state_dict", optimizer)["state"]
     for number, name in enumerate(_names(layout)):
-        moments = adam.get(number, {})  # empty before the first step
+        moments = _as_adam(adam.get(number, {}))  # empty before the first step
         zero = torch.zeros_like(weights[name], dtype=torch.float32)
         _write(folder, name, {"fp32": weights[name].float(), **{key: moments.get(key, zero) for key in MOMENTS}})
+
+
+def _write_as_adam(saved: Path, folder: Path) -> None:
+    """An engine's files with Muon's states in the form that DeepSpeed's converter reads; all other files by links."""
+    folder.mkdir()
+    for path in saved.iterdir():
+        if not path.name.endswith("_optim_states.pt"):
+            (folder / path.name).symlink_to(path.resolve())
+            continue
+        content = torch.load(path, map_location="cpu", weights_only=False)
+        zero = content["optimizer_state_dict"]
+        states = zero.get("optimizer_state_dict", zero.get("base_optimizer_state"))["state"]
+        for number, state in states.items():
+            states[number] = _as_adam(state)
+        torch.save(content, folder / path.name)
+
+
+def _as_adam(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A weight's state with Muon's momentum as Adam's first moment; one zero stands for all of the second."""
+    if MOMENTUM not in state:
+        return state
+    momentum = state[MOMENTUM]
+    return {"exp_avg": momentum, "exp_avg_sq": torch.zeros((), dtype=momentum.dtype).expand(momentum.shape)}
 
 
 def _shape(folder: Path, layout: Mapping[str, Any]) -> None:

@@ -52,6 +52,6 @@ class SFTConfig:
     def __post_init__(self) -> None:
         check_length(global_batch_size=self.global_batch_size, epochs=self.epochs, max_steps=self.max_steps)
         self.run.check_supervised()
-        self.parallel.check_model(self.model, self.data)
+        self.parallel.check_model(self.model, self.data, compiles=True)
         if not (self.model.path or self.model.config):
             raise ValueError("model.path and model.config are both empty. Name a model folder or give a config.")

@@ -88,7 +88,7 @@ def train(cfg: SFTConfig) -> None:
         ]
 
     loader = Prefetch(order, collate)
-    run = Run.start(cfg, stage="step1_sft", ds_configs={"": ds}, num_steps=len(loader))
+    run = Run.start(cfg, stage="step1_sft", ds_configs={"": ds}, num_steps=len(loader), share=sharing.sequence.rank)
     run.write_data_report(dataset.report, report_lines(dataset.report))
     with zero3_init(ds, shares=cfg.parallel.tp > 1):
         model = build_causal_lm(cfg.model, language.tokenizer, seed=cfg.run.seed)

@@ -62,7 +62,7 @@ class RewardConfig:
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     """The tokenizer."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    """Ranks that share the model's weights."""
+    """Ranks that share rows, or the model's weights."""
     eval: EvalConfig = field(default_factory=EvalConfig)
     """Evaluation."""
     ranking: RankingConfig = field(default_factory=RankingConfig)
@@ -81,7 +81,7 @@ class RewardConfig:
     def __post_init__(self) -> None:
         check_length(global_batch_size=self.global_batch_size, epochs=self.epochs, max_steps=self.max_steps)
         self.run.check_supervised()
-        self.parallel.check_has("tp")
+        self.parallel.check_has("sp", "tp")
         self.parallel.check_model(self.model, self.data)
         if not (self.model.path or self.model.config):
             raise ValueError("model.path and model.config are both empty. Name a model folder or give a config.")

@@ -61,14 +61,15 @@ def judge(
         for rows in eval_micro_batches(
             dataset, batching=batching, rank=sharing.rows.number, world_size=sharing.rows.count, max_rows=max_rows
         ):
-            batch = collate_preferences(rows, pad_id=pad_id, device=reward.device, packed=batching.packed)
-            score_S = scores_at(reward(**batch.sequences.inputs), batch.sequences.last_S)
-            real_S = batch.response_length_S > 0
+            batch = collate_preferences(
+                rows, pad_id=pad_id, device=reward.device, packed=batching.packed, group=sharing.sequence
+            )
+            score_S = batch.sequences.summed(scores_at(reward(**batch.sequences.inputs), batch.sequences.last_S))
             mine.margin += (score_S[batch.chosen_N] - score_S[batch.rejected_N]).tolist()
             mine.margin_source += batch.source_N.tolist()
-            mine.score += score_S[real_S].tolist()
-            mine.length += batch.response_length_S[real_S].tolist()
-            mine.score_source += batch.source_S[real_S].tolist()
+            mine.score += score_S[batch.counted_S].tolist()
+            mine.length += batch.response_length_S[batch.counted_S].tolist()
+            mine.score_source += batch.source_S[batch.counted_S].tolist()
             mine.num_ties += batch.num_ties + batch.num_truncated_ties
     reward.train()
     everything = Judgements()

@@ -75,9 +75,11 @@ def score_answers(
             pad_id=language.pad_id,
             device=reward.device,
             packed=batching.packed,
+            group=sharing.sequence,
         )
-        score_S = scores_at(reward(**batch.sequences.inputs), batch.sequences.last_S)
-        mine += zip(rows, score_S.tolist(), strict=False)
+        score_S = batch.sequences.summed(scores_at(reward(**batch.sequences.inputs), batch.sequences.last_S))
+        # An empty micro-batch has the score of its stand-in.
+        mine += batch.sequences.shared_out(list(zip(rows, score_S.tolist(), strict=False)))
     reward.train()
     parts = sharing.one_of_each(all_gather_objects(mine))
     return [score for _, score in sorted(pair for part in parts for pair in part)]

@@ -67,12 +67,14 @@ def train(cfg: RewardConfig) -> None:
 
     def collate(micro_batches: list[list[PreferenceRow]]) -> list[PreferenceBatch]:
         return [
-            collate_preferences(rows, pad_id=language.pad_id, device=device(), packed=batching.packed)
+            collate_preferences(
+                rows, pad_id=language.pad_id, device=device(), packed=batching.packed, group=sharing.sequence
+            )
             for rows in micro_batches
         ]
 
     loader = Prefetch(order, collate)
-    run = Run.start(cfg, stage="step2_reward", ds_configs={"": ds}, num_steps=len(loader))
+    run = Run.start(cfg, stage="step2_reward", ds_configs={"": ds}, num_steps=len(loader), share=sharing.sequence.rank)
     run.write_data_report(dataset.report, report_lines(dataset.report))
     held_out = build_dataset(
         cfg.data, stage="reward", part="eval", template=language.template, tokenizer=language.tokenizer
@@ -118,7 +120,7 @@ def train(cfg: RewardConfig) -> None:
                 count = all_sum(torch.stack([batch.weight_N.sum() for batch in batches]).sum())
                 for i, batch in enumerate(batches):
                     loss_sum, stats = ranking_loss_sum(
-                        scores_at(reward(**batch.sequences.inputs), batch.sequences.last_S),
+                        batch.sequences.summed(scores_at(reward(**batch.sequences.inputs), batch.sequences.last_S)),
                         chosen_N=batch.chosen_N,
                         rejected_N=batch.rejected_N,
                         weight_N=batch.weight_N,

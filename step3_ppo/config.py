@@ -204,8 +204,6 @@ class PPOConfig:
     """The value model; by default it starts from the reward model."""
     reference: ModelConfig = field(default_factory=ModelConfig)
     """The policy that KL is measured to; by default the actor's start (with actor.lora: the actor, adapters off)."""
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    """Ranks that share the weights of actor and critic."""
     data: DataConfig
     """The prompts."""
     actor_optim: OptimConfig
@@ -214,6 +212,8 @@ class PPOConfig:
     """Critic's optimiser and schedule."""
     run: RunConfig
     """Folder, seed, cadence."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """Ranks that share the weights of actor and critic, or rows when these are scored and trained on."""
     rollout: RolloutConfig
     """Sampling volume."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -293,9 +293,7 @@ class PPOConfig:
             )
 
     def _check_parallel(self) -> None:
-        self.parallel.check_has("tp")
-        for role in ("actor", "critic"):
-            self.parallel.check_model(getattr(self, role), self.data, name=role)
+        self.parallel.check_has("sp", "tp")
         if (tp := self.parallel.tp) == 1:
             return
         rollout = self.rollout
@@ -319,6 +317,7 @@ class PPOConfig:
         for role in ("actor", "reward", "critic", "reference"):
             if getattr(self, role).config is not None:
                 raise ValueError(f"{role}.config is set, but step 3 starts from trained models. Use {role}.path.")
+            self.parallel.check_model(getattr(self, role), self.data, name=role)
         self._check_float8()
 
     def _check_float8(self) -> None:

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from rlhf.data.batching import Batching
 from rlhf.data.collate import ResponseBatch, collate_responses
-from rlhf.distributed import all_gather_objects
-from rlhf.ops import masked_mean, masked_var, response_mask, whiten_with
+from rlhf.distributed import Group, all_gather_objects
+from rlhf.ops import masked_mean, masked_var, response_mask, to_columns, whiten_with
 from rlhf.sharing import Sharing
 from step3_ppo.advantages import gae
 from step3_ppo.config import GAEConfig
@@ -86,22 +86,29 @@ class Experience:
             shares = batching.split(lengths, world_size=world_size, prompts=prompts)
             yield [[chosen[i] for i in micro] for micro in shares[rank]]
 
-    def micro_batch(self, rows: list[int], *, pad_id: int, device: torch.device, packed: bool) -> "MicroBatch":
-        """What one forward of actor and critic trains on; without rows, one sequence outside the mask."""
+    def micro_batch(
+        self, rows: list[int], *, pad_id: int, device: torch.device, packed: bool, group: Group | None = None
+    ) -> "MicroBatch":
+        """What one forward of actor and critic trains on; without rows, one sequence outside the mask.
+
+        With a group, whose ranks share the row, a response token is in the mask of the rank that predicts it.
+        """
         num_columns = max((len(self.sequences[k].response_ids) for k in rows), default=1)
 
         def pick(x_BR: Tensor) -> Tensor:
             return (x_BR[rows] if rows else torch.zeros_like(x_BR[:1]))[:, :num_columns].to(device)
 
+        batch = collate_responses(
+            [self.sequences[k].prompt_ids for k in rows],
+            [self.sequences[k].response_ids for k in rows],
+            pad_id=pad_id,
+            device=device,
+            packed=packed,
+            group=group,
+        )
         return MicroBatch(
-            batch=collate_responses(
-                [self.sequences[k].prompt_ids for k in rows],
-                [self.sequences[k].response_ids for k in rows],
-                pad_id=pad_id,
-                device=device,
-                packed=packed,
-            ),
-            mask_SR=pick(self.mask_BR),
+            batch=batch,
+            mask_SR=to_columns(batch.response_mask_BT, batch.first_response_S, batch.response_length_S, num_columns),
             rollout_logprob_SR=pick(self.rollout_logprob_BR),
             old_logprob_SR=pick(self.old_logprob_BR),
             old_value_SR=pick(self.old_value_BR),

@@ -145,7 +145,7 @@ def build_roles(
         cfg: of the stage.
         language: tokenizer and template that all four share.
         ds: content of each role's DeepSpeed JSON.
-        sharing: ranks that share the weights of actor and critic.
+        sharing: ranks that share rows, or the weights of actor and critic.
         num_updates: optimiser steps of the whole run, for the critic; the actor makes fewer with a critic warm-up.
     """
     models = model_configs(cfg)

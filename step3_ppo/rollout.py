@@ -53,7 +53,10 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenScores:
-    """Statistics of the responses of one micro-batch under one policy; 0 outside the responses."""
+    """Statistics of the responses of one micro-batch under one policy; 0 outside the responses.
+
+    Of a row that ranks share, each has those of the tokens it predicts, 0 at the others.
+    """
 
     logprob_SR: Tensor
     entropy_SR: Tensor
@@ -85,7 +88,10 @@ def score_tokens(
 
 
 def estimate_values(critic: TrainEngine, batch: ResponseBatch, *, num_columns: int) -> Tensor:
-    """value_SR: the critic's estimate before each response token, that is after the token in front of it."""
+    """value_SR: the critic's estimate before each response token, that is after the token in front of it.
+
+    Of a row that ranks share, at the tokens that this rank predicts; 0 at the others.
+    """
     value_BT = batch.sequences.before(critic(**batch.sequences.inputs))
     return to_columns(value_BT, batch.first_response_S, batch.response_length_S, num_columns)
 
@@ -151,7 +157,8 @@ def score_responses(
 ) -> list[ScoredSequence]:
     """Let the roles score all ranks' samples, each sample once by each role; every rank gets all. Collective.
 
-    The samples are divided anew over the ranks by their lengths, which nobody knew when the prompts were dealt.
+    The samples are divided anew over the ranks, or groups of ranks that share rows, by their lengths, which nobody knew
+    when the prompts were dealt.
 
     Args:
         roles: actor, critic, reference, reward.
@@ -176,15 +183,21 @@ def score_responses(
             pad_id=int(voice.tokenizer.pad_token_id),
             device=roles.actor.device,
             packed=batching.packed,
+            group=roles.sharing.sequence,
         )
         num_columns = max((len(sample.response.token_ids) for sample in chosen), default=1)
+        sequences = batch.sequences
         reference = score_tokens(roles.reference, batch, voice, num_columns=num_columns)
         actor = score_tokens(roles.actor, batch, voice, num_columns=num_columns) if rescore else None
-        value_SR = estimate_values(roles.critic, batch, num_columns=num_columns).float().cpu()
-        score_S = scores_at(roles.reward(**batch.sequences.inputs), batch.sequences.last_S).tolist()
-        ref_logprob_SR = reference.logprob_SR.cpu()
-        logprob_SR, entropy_SR = (actor.logprob_SR.cpu(), actor.entropy_SR.cpu()) if actor else (None, None)
-        for k, sample in enumerate(chosen):
+        value_SR = sequences.summed(estimate_values(roles.critic, batch, num_columns=num_columns).float()).cpu()
+        score_S = sequences.summed(scores_at(roles.reward(**sequences.inputs), sequences.last_S)).tolist()
+        ref_logprob_SR = sequences.summed(reference.logprob_SR).cpu()
+        logprob_SR, entropy_SR = (
+            (sequences.summed(actor.logprob_SR).cpu(), sequences.summed(actor.entropy_SR).cpu())
+            if actor
+            else (None, None)
+        )
+        for k, sample in sequences.shared_out(list(enumerate(chosen))):
             length = len(sample.response.token_ids)
             rollout_logprob_R = torch.tensor(sample.response.logprobs)
             text, score, gold = _judge(sample, voice, judges, score=score_S[k])

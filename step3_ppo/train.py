@@ -6,7 +6,7 @@ Run with `deepspeed --module step3_ppo.train --config ppo.yaml`, or as one plain
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -33,7 +33,7 @@ from rlhf.rollout.vllm import VLLMEngine
 from rlhf.rollout.weights import Lending, choose_lending, lend_weights
 from rlhf.rules import rule_named
 from rlhf.run import Run
-from rlhf.sharing import share_rows
+from rlhf.sharing import Sharing, share_rows
 from rlhf.stage import Language, choose_batching, choose_scoring, export_model, flop_shape, load_language
 from rlhf.watchdog import watched
 from step3_ppo.checks import kl_is_zero
@@ -65,8 +65,7 @@ def train(cfg: PPOConfig) -> None:
     ds = load_ds_configs(cfg)
     language = load_language(cfg.data, TokenizerConfig(), cfg.actor, stage="ppo")
     check_language(cfg, language)
-    check_rollout(cfg, language, ds["actor"])
-    sharing = share_rows(trained_roles(cfg, ds), language.tokenizer)
+    sharing = join_ranks(cfg, language, ds)
     prompts = build_dataset(
         cfg.data, stage="ppo", part="train", template=language.template, tokenizer=language.tokenizer
     )
@@ -208,19 +207,20 @@ def make_voice(cfg: PPOConfig, language: Language, roles: Roles) -> Voice:
     )
 
 
-def check_rollout(cfg: PPOConfig, language: Language, actor_ds: Mapping[str, Any]) -> None:
-    """Check that the rollout fits the actor, before a weight is loaded.
+def join_ranks(cfg: PPOConfig, language: Language, ds: dict[str, dict[str, Any]]) -> Sharing:
+    """Which ranks share rows or weights, once it is sure that this fits the models, and the rollout. Collective.
 
     Raises:
-        ValueError: it does not.
+        ValueError: they do not.
     """
-    trained_in = ds_config.dtype_name(actor_ds)
-    cfg.check_rollout(trained_in=trained_in, zero_stage=ds_config.zero_stage(actor_ds), world_size=world_size())
+    trained_in = ds_config.dtype_name(ds["actor"])
+    cfg.check_rollout(trained_in=trained_in, zero_stage=ds_config.zero_stage(ds["actor"]), world_size=world_size())
     config = read_config(model_configs(cfg)["actor"], language.tokenizer)
     if cfg.rollout.tensor_parallel is not None and cfg.rollout.tensor_parallel > 1:
         check_rollout_split(config.to_dict(), cfg.rollout.tensor_parallel)
     if cfg.rollout.graphs:
         check_graphs(config, device_type())
+    return share_rows(trained_roles(cfg, ds), language.tokenizer, readers=list(model_configs(cfg).values()))
 
 
 @contextmanager

@@ -66,7 +66,11 @@ def update(
                 continue
             micro_batches = [
                 experience.micro_batch(
-                    rows, pad_id=int(voice.tokenizer.pad_token_id), device=roles.actor.device, packed=batching.packed
+                    rows,
+                    pad_id=int(voice.tokenizer.pad_token_id),
+                    device=roles.actor.device,
+                    packed=batching.packed,
+                    group=roles.sharing.sequence,
                 )
                 for rows in minibatch
             ]

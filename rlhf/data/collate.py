@@ -8,7 +8,7 @@ same calls as the others.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +18,8 @@ from rlhf.data.dataset import PreferenceRow, SFTRow
 from rlhf.data.packing import PackedLayout
 from rlhf.data.split_layout import SplitLayout
 from rlhf.distributed import Group
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,8 @@ class Sequences:
     @property
     def num_tokens(self) -> int:
         """Real tokens, a shared prompt counted for each of its sequences; of a split row, this rank's."""
-        if isinstance(self.layout, SplitLayout):
-            return self.num_columns - self.num_padding
+        if isinstance(self.layout, SplitLayout) and self.lengths:
+            return self.layout.num_tokens
         return sum(self.lengths)
 
     @property
@@ -56,6 +58,22 @@ class Sequences:
     def num_sharers(self) -> int:
         """Ranks that have a part of these sequences each; the fields are the whole's on all of them."""
         return self.layout.group.size if isinstance(self.layout, SplitLayout) else 1
+
+    @property
+    def group(self) -> Group | None:
+        """The ranks that have a part of these sequences each; None where this rank has them whole."""
+        return self.layout.group if isinstance(self.layout, SplitLayout) else None
+
+    def summed(self, x: Tensor) -> Tensor:
+        """Put together what ranks that share the sequences found in their columns, 0 elsewhere; with gradient."""
+        return x if self.group is None else self.group.total(x)
+
+    def shared_out(self, items: list[T]) -> list[T]:
+        """Those of `items`, one for each sequence or pair, that this rank counts: each is counted by one of its group.
+
+        What it leaves out, another rank of the group has.
+        """
+        return items if self.group is None else items[self.group.rank :: self.group.size]
 
     def before(self, x_BT: Tensor) -> Tensor:
         """What x says at the token before each one in its sequence; without meaning at a sequence's first token."""
@@ -88,10 +106,13 @@ class PreferenceBatch:
     """Prompt + response sequences, K of each prompt, and the pairs among them.
 
     `chosen_N` and `rejected_N` count sequences. Pairs of equal rank (`num_ties`) and pairs whose token ids are equal
-    after truncation (`num_truncated_ties`) are not among them.
+    after truncation (`num_truncated_ties`) are not among them. Of a row that ranks share, each pair and each tie is in
+    the batch of one of them, its sequences in those of all.
     """
 
     sequences: Sequences
+    counted_S: Tensor
+    """bool: this rank counts the sequence. Of ranks that share it one does, of the stand-in nobody."""
     response_length_S: Tensor
     source_S: Tensor
     chosen_N: Tensor
@@ -110,7 +131,7 @@ class ResponseBatch:
 
     sequences: Sequences
     response_mask_BT: Tensor
-    """True on response tokens, the stop token included."""
+    """True on response tokens, the stop token included; of a row that ranks share, on those that this rank predicts."""
     response_position_BT: Tensor
     """Number of a token in its response; 0 in prompts."""
     prompt_length_S: Tensor
@@ -145,9 +166,9 @@ def collate_sft(
         loss_mask[place_T] = np.concatenate([_but_first(mask) for mask in masks])
     if group is not None and group.by_layers:
         loss_mask &= group.rank == group.size - 1  # the last layers predict
-    elif group is not None and group.size > 1:
-        sequences = _split(sequences, group)
-        loss_mask &= cast(SplitLayout, sequences.layout).predicted
+    else:
+        sequences, predicted = _split(sequences, group)
+        loss_mask &= predicted
     return TokenBatch(
         sequences=sequences,
         loss_mask_BT=_like_tokens(loss_mask, sequences),
@@ -163,6 +184,7 @@ def collate_responses(
     pad_id: int,
     device: torch.device | str,
     packed: bool,
+    group: Group | None = None,
 ) -> ResponseBatch:
     """Prompts with their responses, for scoring and for the update of step 3.
 
@@ -172,6 +194,7 @@ def collate_responses(
         pad_id: id of the padding.
         device: of the tensors.
         packed: one row without padding, in which equal prompts stand once.
+        group: as `collate_sft`'s.
 
     Raises:
         ValueError: a prompt has no token.
@@ -184,10 +207,11 @@ def collate_responses(
     number = np.full(sequences.num_columns, -1, np.int64)
     if prompts:
         number[place_T] = np.concatenate([np.arange(-len(p), len(r)) for p, r in zip(prompts, responses, strict=True)])
+    sequences, predicted = _split(sequences, group)
     response_length_S = torch.tensor([len(r) for r in responses] or [0], device=device)
     return ResponseBatch(
         sequences=sequences,
-        response_mask_BT=_like_tokens(number >= 0, sequences),
+        response_mask_BT=_like_tokens((number >= 0) & predicted, sequences),
         response_position_BT=_like_tokens(number.clip(min=0), sequences),
         prompt_length_S=torch.tensor(lengths or [1], device=device),
         response_length_S=response_length_S,
@@ -196,7 +220,12 @@ def collate_responses(
 
 
 def collate_preferences(
-    rows: Sequence[PreferenceRow], *, pad_id: int, device: torch.device | str, packed: bool
+    rows: Sequence[PreferenceRow],
+    *,
+    pad_id: int,
+    device: torch.device | str,
+    packed: bool,
+    group: Group | None = None,
 ) -> PreferenceBatch:
     """Batch of step 2: all responses of all rows, and all pairs of different rank of each row.
 
@@ -205,12 +234,14 @@ def collate_preferences(
         pad_id: id of the padding.
         device: of the tensors.
         packed: one row without padding, in which equal prompts stand once.
+        group: as `collate_sft`'s.
     """
     response_lengths: list[int] = []
     sources: list[int] = []
     pairs: list[tuple[int, int, float, int]] = []
     weights: list[float] = []
-    num_ties = num_truncated_ties = 0
+    ties: list[tuple[int, int]] = []
+    truncated_ties: list[tuple[int, int]] = []
     for row in rows:
         first, first_pair = len(response_lengths), len(pairs)
         response_lengths += [len(response) for response in row.responses]
@@ -218,9 +249,9 @@ def collate_preferences(
         for i in range(len(row.responses)):
             for j in range(i + 1, len(row.responses)):
                 if row.ranks[i] == row.ranks[j]:
-                    num_ties += 1
+                    ties.append((first + i, first + j))
                 elif np.array_equal(row.responses[i], row.responses[j]):
-                    num_truncated_ties += 1
+                    truncated_ties.append((first + i, first + j))
                 else:
                     chosen, rejected = (i, j) if row.ranks[i] > row.ranks[j] else (j, i)
                     pairs.append((first + chosen, first + rejected, row.margin, row.source))
@@ -233,8 +264,12 @@ def collate_preferences(
         device=device,
         packed=packed,
     )
+    sequences, _ = _split(sequences, group)
+    pairs, weights = sequences.shared_out(pairs), sequences.shared_out(weights)
+    counted = set(sequences.shared_out(list(range(len(response_lengths)))))
     return PreferenceBatch(
         sequences=sequences,
+        counted_S=torch.tensor([i in counted for i in range(len(response_lengths))] or [False], device=device),
         response_length_S=torch.tensor(response_lengths or [0], device=device),
         source_S=torch.tensor(sources or [0], device=device),
         chosen_N=torch.tensor([pair[0] for pair in pairs], dtype=torch.int64, device=device),
@@ -242,8 +277,8 @@ def collate_preferences(
         weight_N=torch.tensor(weights, dtype=torch.float32, device=device),
         margin_N=torch.tensor([pair[2] for pair in pairs], dtype=torch.float32, device=device),
         source_N=torch.tensor([pair[3] for pair in pairs], dtype=torch.int64, device=device),
-        num_ties=num_ties,
-        num_truncated_ties=num_truncated_ties,
+        num_ties=len(sequences.shared_out(ties)),
+        num_truncated_ties=len(sequences.shared_out(truncated_ties)),
     )
 
 
@@ -300,12 +335,14 @@ def _sequences(
     return sequences, place_T
 
 
-def _split(sequences: Sequences, group: Group) -> Sequences:
-    """A packed row, of which each rank of the group computes its part."""
+def _split(sequences: Sequences, group: Group | None) -> tuple[Sequences, np.ndarray]:
+    """A packed row, of which each rank of the group computes its part, and which of all tokens this rank predicts."""
+    if group is None or group.size == 1:
+        return sequences, np.ones(sequences.token_ids_BT.numel(), np.bool_)
     assert isinstance(sequences.layout, PackedLayout), "only packed rows are split"
     layout = SplitLayout(sequences.layout, group)
     num_real = layout.num_real if sequences.lengths else 0
-    return replace(sequences, layout=layout, num_padding=layout.width - num_real)
+    return replace(sequences, layout=layout, num_padding=layout.width - num_real), layout.predicted
 
 
 def _answers(

@@ -93,7 +93,8 @@ class PackedLayout:
         """Token of each place, sequence by sequence without padding, where that is not the row as it stands."""
         self.place_T: Tensor | None = None
         """First place of each token, likewise."""
-        places = np.concatenate(list(sequences))
+        self.places = places = np.concatenate(list(sequences))
+        """Columns of all sequences, one after another, on the host."""
         if not np.array_equal(places, np.arange(len(first))):
             self.sequence_P = torch.from_numpy(places).to(device)
             self.place_T = torch.from_numpy(np.unique(places, return_index=True)[1]).to(device)

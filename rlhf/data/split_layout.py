@@ -37,6 +37,8 @@ class SplitLayout:
         """Column of the row that is this rank's first."""
         self.num_real = min(max(self.num_columns - self.first, 0), self.width)
         """Columns of this rank that are not padding."""
+        self.num_tokens = int((row.places // self.width == group.rank).sum())
+        """Of all sequences, those in this rank's columns: a shared prompt's count for each of its sequences."""
         self.before_T = row.before_T
         self.predicted = row.before // self.width == group.rank
         """Whether the token before each one is this rank's; on exactly one rank for each token."""
@@ -46,6 +48,11 @@ class SplitLayout:
         """This rank's columns [1, U] of a whole row; 0 in its padding."""
         own_BU = x_BT[:, self.first : self.first + self.num_real]
         return F.pad(own_BU, (0, self.width - self.num_real))
+
+    def whole(self, x_BU: Tensor) -> Tensor:
+        """This rank's columns in their place of the whole row [1, T], 0 in those of others; with gradient."""
+        before = min(self.first, self.num_columns)
+        return F.pad(x_BU[:, : self.num_real], (before, self.num_columns - before - self.num_real))
 
     def attend(
         self, query_BHTd: Tensor, key_BKTd: Tensor, value_BKTd: Tensor, *, scaling: float | None, dropout: float

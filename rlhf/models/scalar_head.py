@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf.data.packing import PackedLayout
+from rlhf.data.split_layout import SplitLayout
 from rlhf.models.backbone import base_of, hidden_states
 
 
@@ -30,9 +31,12 @@ class ScalarModel(nn.Module):
         token_ids_BT: Tensor,
         attention_mask_BT: Tensor | None,
         position_ids_BT: Tensor,
-        layout: PackedLayout | None = None,
+        layout: PackedLayout | SplitLayout | None = None,
     ) -> Tensor:
-        """Value after each token, float32; columns of padding hold numbers without meaning. Arguments as `Policy`'s."""
+        """Value after each token, float32; columns of padding hold numbers without meaning. Arguments as `Policy`'s.
+
+        Of a row split over ranks, the columns of others hold 0: the values are the sum over the ranks.
+        """
         hidden_BTD = hidden_states(
             self.model,
             token_ids_BT=token_ids_BT,
@@ -42,7 +46,8 @@ class ScalarModel(nn.Module):
         )
         raw_BT = cast(Any, base_of(self.model)).score(hidden_BTD).squeeze(-1).float()
         mean, std = score_normalisation(self.config)
-        return cast(Tensor, (raw_BT - mean) / std)
+        value_BT = cast(Tensor, (raw_BT - mean) / std)
+        return layout.whole(value_BT) if isinstance(layout, SplitLayout) else value_BT
 
 
 def scores_at(value_BT: Tensor, last_S: Tensor) -> Tensor:

@@ -58,6 +58,7 @@ def _add_work(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--tensor", type=int, default=1, metavar="N", help="tensor parallelism of the actor")
     group.add_argument("--pipeline", type=int, default=1, metavar="N", help="pipeline stages of the actor")
     group.add_argument("--virtual", type=int, default=1, metavar="N", help="pieces a stage: interleaved 1F1B")
+    group.add_argument("--sp", type=int, default=1, metavar="N", help="ranks that share each row's tokens (1)")
     group.add_argument("--offload", action="store_true", help="optimiser, under ZeRO-3 weights too, in host memory")
     group.add_argument("--offload-activations", action="store_true", help="what layers save, in host memory")
     group = parser.add_argument_group("how much")

@@ -164,7 +164,8 @@ def _choices(arguments: argparse.Namespace) -> Choices:
         recompute_budget=arguments.recompute_budget, offload_activations=arguments.offload_activations,
         prompt=arguments.prompt, response=arguments.response, zero=arguments.zero, micro_batch=arguments.micro_batch,
         global_batch=arguments.global_batch, recompute=arguments.recompute, dtype=arguments.dtype, lora=arguments.lora,
-        tensor=arguments.tensor, pipeline=arguments.pipeline, virtual=arguments.virtual, offload=arguments.offload,
+        tensor=arguments.tensor, pipeline=arguments.pipeline, virtual=arguments.virtual, sp=arguments.sp,
+        offload=arguments.offload,
         demonstrations=arguments.demonstrations, pairs=arguments.pairs, prompts=arguments.prompts,
     )  # fmt: skip
 

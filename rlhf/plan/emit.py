@@ -62,7 +62,7 @@ def emit(setting: Setting, folder: Path, *, template: Template, load: LoadJson) 
     """Write a recipe that runs the setting, all of it or nothing.
 
     Args:
-        setting: what is run; its layouts split data and weights, or data and step 1's rows or layers.
+        setting: what is run; its layouts split data and weights, or data and rows, or data and step 1's layers.
         folder: new.
         template: whose other settings are kept.
         load: reads a DeepSpeed JSON by name or path.
@@ -77,14 +77,13 @@ def emit(setting: Setting, folder: Path, *, template: Template, load: LoadJson) 
     if folder.exists() and any(folder.iterdir() if folder.is_dir() else [folder]):
         raise FileExistsError(f"--emit {folder} is not empty. Name a new folder.")
     sft, ppo = setting.sft.layout, setting.ppo
-    _check(_without_what_step1_has(sft))
-    _check(setting.preference.layout)
-    for trained in (ppo.actor, ppo.critic):
+    _check(replace(sft, pipeline=1) if sft.virtual == sft.tensor == sft.context == 1 else sft)
+    for trained in (setting.preference.layout, ppo.actor, ppo.critic):
         _check(trained)
-    if ppo.actor.tensor != ppo.critic.tensor:
+    if (ppo.actor.tensor, ppo.actor.context) != (ppo.critic.tensor, ppo.critic.context):
         raise ValueError(
             f"--emit cannot write tensor {ppo.actor.tensor} for the actor and {ppo.critic.tensor} for the critic: this "
-            "code shares the weights of both alike. Plan the same for both."
+            "code shares weights and rows of both alike. Plan the same for both."
         )
     texts = _texts(setting, folder, template, load)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -103,20 +102,13 @@ def emit(setting: Setting, folder: Path, *, template: Template, load: LoadJson) 
     return command if setting.gpus <= setting.device.node else [*command, "--hostfile", "HOSTFILE"]
 
 
-def _without_what_step1_has(layout: Layout) -> Layout:
-    """Rows that ranks share, or layers that are dealt to them, where weights are whole; interleaving is not there."""
-    if layout.tensor > 1 or layout.virtual > 1 or (layout.context > 1 and layout.pipeline > 1):
-        return layout
-    return replace(layout, context=1, pipeline=1)
-
-
 def _check(layout: Layout) -> None:
-    if layout.pipeline > 1 or layout.context > 1 or layout.sequence_parallel:
+    if layout.pipeline > 1 or layout.sequence_parallel or (layout.context > 1 and layout.tensor > 1):
         split = " with norms split" if layout.sequence_parallel else ""
         raise ValueError(
             f"--emit cannot write tensor {layout.tensor}{split} x pipeline {layout.pipeline} x context "
-            f"{layout.context}: this code divides data, weights (tensor), and in step 1 rows, or layers without "
-            "interleaving, one of them at a time. Plan without the others."
+            f"{layout.context}: this code divides data, and weights (tensor) or rows (context), or in step 1 layers "
+            "without interleaving, one of them at a time. Plan without the others."
         )
     if layout.dtype not in ("bf16", "fp16", "fp32", "fp8"):
         raise ValueError(f"--emit cannot write {layout.dtype}: this code trains in bf16, fp16, fp32 or fp8.")

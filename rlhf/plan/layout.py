@@ -73,6 +73,8 @@ class Stack:
     """ZeRO-1's gathering of new weights runs under the next forward pass."""
     tensor_overlap: float = 0.0
     """Share of tensor parallelism's collectives that runs under products."""
+    exchanged_heads: bool = False
+    """A context group exchanges tokens for heads around attention (Ulysses); else keys and values go round it."""
     scattered_pipeline: bool = False
     """Stages exchange 1/TP of the activations on each rank."""
     logit_bytes: float = 8
@@ -99,7 +101,7 @@ class Stack:
         return self.attention.startswith("flash")
 
 
-OURS = Stack(logit_tokens=4096, bucket_elements=1e8, logit_bytes=10)
+OURS = Stack(logit_tokens=4096, bucket_elements=1e8, logit_bytes=10, exchanged_heads=True)
 """This code on a GPU through transformers: PyTorch's scaled dot product attention, chunked logits."""
 
 
@@ -120,6 +122,7 @@ class Layout:
     virtual: int = 1
     """Pieces of the model on a stage: above 1, interleaved 1F1B."""
     context: int = 1
+    """Ranks that share each row's tokens (`parallel.sp`)."""
     sequence_parallel: bool = False
     """Norms and residuals split over the tensor group."""
     recompute: Recompute = "none"

@@ -80,7 +80,9 @@ def trained_parameters(shape: Shape, layout: Layout, *, last: bool = False) -> f
     if not layout.lora:
         return stage_parameters(shape, layout, last=last)
     adapters = shape.lora_parameters(layout.lora) / (layout.pipeline * layout.tensor)
-    rest = stage_parameters(shape, layout, last=last) - shape.layers * shape.layer_parameters / layout.model_ranks
+    rest = stage_parameters(shape, layout, last=last) - shape.layers * shape.layer_parameters / (
+        layout.tensor * layout.pipeline
+    )
     return adapters + rest * layout.embeddings_trained
 
 
@@ -194,10 +196,13 @@ def gathered(shape: Shape, layout: Layout, stack: Stack = OURS) -> float:
 
 
 def reading(shape: Shape, parameters: float, layout: Layout, *, rows: int, length: int) -> Memory:
-    """A frozen model of `parameters` weights that scores `rows` sequences: no state but weights, one layer at work."""
+    """A frozen model of `parameters` weights that scores `rows` sequences: no state but weights, one layer at work.
+
+    The sequences are those of a context group, where ranks share them.
+    """
     width = 4.0 if layout.dtype == "fp32" else 2.0
     shards = layout.shards if layout.zero == 3 else 1
-    tokens = rows * length
+    tokens = rows * length / layout.context
     working = 0.5 * tokens * layer_activations(shape, replace(layout, recompute="none"), OURS)
     weights = 0.0 if layout.offload_weights else width * parameters / (shards * layout.tensor)
     return Memory(weights=weights, working=working, gathered=gathered(shape, layout))

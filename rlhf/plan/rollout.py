@@ -12,7 +12,7 @@ from rlhf.plan.efficiency import matmul, traffic
 from rlhf.plan.hardware import Device
 from rlhf.plan.layout import OURS, Layout, Stack
 from rlhf.plan.shapes import Shape
-from rlhf.plan.step import data_group, gather_host, stack_on
+from rlhf.plan.step import data_group, exchange, gather_host, stack_on
 
 DECODE_HOST = 570e-6
 """Seconds of the processor for one layer of a decoding step (fitted: Lambda's OPT-13B on H100)."""
@@ -111,7 +111,7 @@ def decode_step(
 
 
 def score(shape: Shape, layout: Layout, device: Device, rows: int, *, stack: Stack = OURS, head: bool = True) -> float:
-    """Seconds of one forward pass over `rows` sequences on each rank, in micro-batches of the layout."""
+    """Seconds of one forward pass over `rows` sequences on each replica, in micro-batches of the layout."""
     batches = -(-rows // layout.micro_batch)
     one = layers.layer(shape, replace(layout, recompute="none", lora=0), device, stack)
     stack = stack_on(device, stack)
@@ -121,6 +121,7 @@ def score(shape: Shape, layout: Layout, device: Device, rows: int, *, stack: Sta
     computing += 0.0 if device.measured is None else device.measured.score_pass
     if head:
         computing += layers.head(shape, layout, device, stack) / 3
+    computing += shape.layers * exchange(shape, layout, device)
     if layout.tensor > 1:
         size = 2.0 * layout.tokens * shape.hidden
         computing += shape.layers * 2 * all_reduce(group(device, layout.tensor), size)

@@ -72,10 +72,9 @@ class Setting:
 
 
 def stack_of(layout: Layout) -> Stack:
-    """This code, or for what it has not or exchanges otherwise, a program like Megatron-Core."""
-    alone = layout.tensor == 1 or layout.pipeline == 1
-    ours = alone and layout.context == layout.virtual == 1 and not layout.sequence_parallel
-    return OURS if ours else MEGATRON_CORE
+    """This code, or for what it has not (interleaving, two ways at a time), a program like Megatron-Core."""
+    ways = sum(size > 1 for size in (layout.tensor, layout.pipeline, layout.context))
+    return OURS if ways <= 1 and layout.virtual == 1 and not layout.sequence_parallel else MEGATRON_CORE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +93,8 @@ class Choices:
     tensor: int = 1
     pipeline: int = 1
     virtual: int = 1
+    sp: int = 1
+    """Ranks that share each row's tokens, in all steps."""
     offload: bool = False
     offload_activations: bool = False
     demonstrations: float = 58_880
@@ -110,6 +111,12 @@ def from_models(actor: str, reward: str, device: Device, gpus: int, choices: Cho
     """
     policy, scorer = find_named_shape(actor), find_named_shape(reward)
     device.peak(choices.dtype)
+    for shape in (policy, scorer):
+        if shape.heads % choices.sp or shape.kv_heads % choices.sp:
+            raise ValueError(
+                f"--sp {choices.sp}: {shape.heads} attention heads and {shape.kv_heads} key and value heads do not "
+                "both divide over so many ranks. Use a divisor of both."
+            )
     length = choices.prompt + choices.response
     recompute = choices.recompute or ("full" if policy.parameters > LARGE else "none")
     zero = choices.zero if choices.zero is not None else (3 if gpus > 1 and choices.pipeline == 1 else min(1, gpus - 1))
@@ -117,12 +124,14 @@ def from_models(actor: str, reward: str, device: Device, gpus: int, choices: Cho
         gpus=gpus, length=length, micro_batch=choices.micro_batch, zero=zero, recompute=recompute,  # type: ignore[arg-type]
         recompute_budget=choices.recompute_budget if recompute != "none" else 0.0,
         dtype=choices.dtype, lora=choices.lora, tensor=choices.tensor, pipeline=choices.pipeline,
-        virtual=choices.virtual, sequence_parallel=choices.tensor > 1 and choices.pipeline > 1,
+        virtual=choices.virtual, sequence_parallel=choices.tensor > 1 and choices.pipeline > 1, context=choices.sp,
         offload_optimizer=choices.offload,
         offload_weights=choices.offload and zero == 3, offload_activations=choices.offload_activations,
     )  # fmt: skip
     main = with_batch(main, choices.global_batch)
-    small = Layout(gpus=gpus, length=length, micro_batch=choices.micro_batch, dtype=choices.dtype)
+    small = Layout(
+        gpus=gpus, length=length, micro_batch=choices.micro_batch, dtype=choices.dtype, context=choices.sp
+    )  # fmt: skip
     small = with_batch(small, choices.global_batch)
     # Actor and critic are shared alike; frozen roles are whole on a rank, or spread by ZeRO-3.
     ours = stack_of(main) is OURS

@@ -142,7 +142,7 @@ def _offloaded(shape: Shape, layout: Layout, stack: Stack, one: layers.LayerTime
 
 def _tensor(shape: Shape, layout: Layout, device: Device, stack: Stack) -> float:
     """Collectives of a layer: two all-reduces of the activations forward, two backward, two when it is recomputed;
-    and the keys and values that a context group passes round."""
+    and what a context group exchanges."""
     size = 2.0 * layout.tokens * shape.hidden
     total = 0.0
     again = layout.recomputed_share(shape.layers) * (layout.recompute == "full")
@@ -152,10 +152,25 @@ def _tensor(shape: Shape, layout: Layout, device: Device, stack: Stack) -> float
         total += times * all_reduce(members, size) * (1 - stack.tensor_overlap)
     if layout.context > 1:
         members = group(device, layout.context, stride=layout.tensor)
+        if stack.exchanged_heads:
+            return total + (2 + again) * exchange(shape, layout, device)
         keys = 2.0 * 2 * layout.tokens * layout.context * shape.kv_heads * shape.head_size / layout.tensor
         passes = 3 + again
         total += passes * all_gather(members, keys) * 0.5  # half of it under the pairs of the block at hand
     return total
+
+
+def exchange(shape: Shape, layout: Layout, device: Device) -> float:
+    """Seconds of the two all-to-alls of a layer's forward pass: queries, keys and values, then attention's outputs.
+
+    Each rank sends all of its own but its share, as in an all-gather of as many bytes. Nothing runs beside them.
+    """
+    if layout.context == 1:
+        return 0.0
+    members = group(device, layout.context, stride=layout.tensor)
+    width = 4.0 if layout.dtype == "fp32" else 2.0
+    heads = (2 * shape.heads + 2 * shape.kv_heads) * shape.head_size
+    return all_gather(members, width * layout.tokens * heads / layout.tensor, messages=2)
 
 
 def data_group(layout: Layout, device: Device) -> Group:

@@ -96,7 +96,7 @@ def _training(setting: Setting, number: int, shape: Shape, training: Training) -
     pairs = number == 2
     where = replace(layout, micro_batch=2 * layout.micro_batch) if pairs else layout
     stack = replace(stack_of(layout), logit_bytes=0) if pairs else stack_of(layout)
-    if pairs and layout.model_ranks == 1:
+    if pairs and stack.exchanged_heads:
         # The prompt of a pair goes through the model once; that both responses look at it is left out.
         where = replace(where, length=max(1, round(setting.prompt / 2 + setting.response)))
     found = memory.training(shape, where, stack)
@@ -151,8 +151,9 @@ def _ppo_seconds(setting: Setting, rows: int, updates: int) -> dict[str, float]:
     """Seconds of an iteration by phase; the critic and the reward model read and train beside the actor."""
     ppo, device = setting.ppo, setting.device
     stack = stack_of(ppo.actor)
+    drawing = -(-rows // ppo.actor.context)  # each rank draws its own, whoever shares rows afterwards
     work = Work(
-        rows=rows, batch=ppo.decode_batch, prompt=setting.prompt, response=setting.response, gathered=ppo.hybrid
+        rows=drawing, batch=ppo.decode_batch, prompt=setting.prompt, response=setting.response, gathered=ppo.hybrid
     )  # fmt: skip
     drawn = rollout(setting.actor, ppo.actor, device, work)
     scoring = score(setting.actor, _reading(ppo.reference, ppo.score_batch), device, rows, stack=stack)
@@ -189,7 +190,7 @@ def ppo_memory(setting: Setting) -> dict[str, Memory]:
     sharded = ppo.actor.sharded
     lent = width * setting.actor.parameters / ppo.actor.tensor
     lent = lent if ppo.hybrid else memory.gathered(setting.actor, ppo.actor, stack)
-    rows = min(ppo.decode_batch, -(-ppo.prompts_per_step // ppo.actor.data))
+    rows = min(ppo.decode_batch, -(-ppo.prompts_per_step // ppo.actor.replicas))
     phases = {
         "rollout": Memory(
             gathered=lent if sharded else 0.0,

@@ -48,7 +48,7 @@ ONE_GROUP = "cpu_zero3_sp2"
 HALVES = ("cpu_zero0_tp2", "cpu_zero1_tp2", "cpu_zero3_tp2")
 # Each with half of the layers.
 ONE_PIPELINE = "cpu_zero1_pp2"
-# DeepSpeed JSON of the actor, and how its weights come to the decoder.
+# DeepSpeed JSON of the actor, and how its weights come to the decoder; `rows`: all rows shared by both ranks.
 ACTORS: dict[str, tuple[str, dict[str, Any]]] = {
     "whole": ("cpu_zero0", {}),
     "gathered": ("cpu_zero3_hybrid", {}),
@@ -56,6 +56,7 @@ ACTORS: dict[str, tuple[str, dict[str, Any]]] = {
     "shared": ("cpu_zero3", {"rollout__tensor_parallel": 2}),
     "in halves": ("cpu_zero0", {"parallel__tp": 2}),
     "halves in shards": ("cpu_zero3", {"parallel__tp": 2, "rollout__old_logprobs": "rescore"}),
+    "rows": ("cpu_zero3", {"parallel__sp": 2}),
 }
 
 
@@ -146,7 +147,8 @@ def supervised_job(folder: Path) -> str:
     for name in TWO_RANKS:
         sft(folder, name)
         reward(folder, name)
-    sft(folder, "cpu_zero3", parallel__sp=2, run__out_dir=str(folder / f"sft_{ONE_GROUP}_2"))
+    for stage, run in (("sft", sft), ("rm", reward)):
+        run(folder, "cpu_zero3", parallel__sp=2, run__out_dir=str(folder / f"{stage}_{ONE_GROUP}_2"))
     for name in HALVES:
         sft(folder, name.removesuffix("_tp2"), parallel__tp=2, run__out_dir=str(folder / f"sft_{name}_2"))
         reward(folder, name.removesuffix("_tp2"), parallel__tp=2, run__out_dir=str(folder / f"rm_{name}_2"))
@@ -242,7 +244,7 @@ def test_step1_is_one_trajectory(runs: Runs, name: str) -> None:
     assert (one / "samples.jsonl").read_text() == (two / "samples.jsonl").read_text()
 
 
-@pytest.mark.parametrize("name", [*TWO_RANKS, *HALVES])
+@pytest.mark.parametrize("name", [*TWO_RANKS, ONE_GROUP, *HALVES])
 def test_step2_is_one_trajectory(runs: Runs, name: str) -> None:
     """K ranked answers; the normalising answers are the same, and so its two constants."""
     runs.after(supervised_job)
@@ -250,6 +252,8 @@ def test_step2_is_one_trajectory(runs: Runs, name: str) -> None:
     assert_same_run(one, two, rel=2e-5, weight=2e-5)
     first, second = (json.loads((folder / "model/config.json").read_text()) for folder in (one, two))
     assert first["rlhf_score_std"] != 1.0
+    assert result(one)["num_tokens"] == result(two)["num_tokens"]
+    assert result(one)["model_flops"] == pytest.approx(result(two)["model_flops"])
     for key in ("rlhf_score_mean", "rlhf_score_std"):
         assert second[key] == pytest.approx(first[key], rel=1e-4)
     assert one.joinpath("data.json").read_text() == two.joinpath("data.json").read_text()
@@ -279,6 +283,7 @@ def test_step3_is_one_trajectory(runs: Runs, way: str) -> None:
         in log
     )
     assert (two / "critic/manifest.json").is_file()
+    assert result(one)["num_tokens"] == result(two)["num_tokens"]
 
 
 def bfloat16_job(folder: Path) -> list[list[list[int]]]:
@@ -353,6 +358,36 @@ def test_step1_resumes_with_another_sp(runs: Runs) -> None:
     one, two = runs.folder / "sft_cpu_zero0_1", runs.folder / "sft_sp_2_to_1"
     assert_same_run(one, two, rel=2e-5, weight=2e-5)
     assert result(one)["num_tokens"] == result(two)["num_tokens"]
+
+
+def dropout_job(folder: Path) -> int:
+    """Step 1 with dropout on shared rows: whole, and killed in its fifth step with a saved state of the fourth.
+
+    Returns:
+        The seed that masks were drawn from.
+    """
+    engine.setup(timeout_seconds=60)
+    settings = {"parallel__sp": 2, "model__dropout": 0.2, "run__save_every": 4}
+    sft(folder, "cpu_zero2", run__out_dir=str(folder / "dropout_whole"), **settings)
+    seed = torch.initial_seed()
+    settings["run__out_dir"] = str(folder / "dropout_parts")
+    with pytest.MonkeyPatch.context() as patch:
+        kill_at(patch, sft_program.Run, step=5)
+        with pytest.raises(Killed):
+            sft(folder, "cpu_zero2", **settings)
+    sft(folder, "cpu_zero2", run__resume=True, **settings)
+    return seed
+
+
+def test_dropout_on_shared_rows_resumes_bit_for_bit(runs: Runs) -> None:
+    """Each rank goes on with the masks of its own generator."""
+    seeds = runs.after(dropout_job)
+    assert seeds[0] != seeds[1]
+    whole, parts = runs.folder / "dropout_whole", runs.folder / "dropout_parts"
+    assert metric_lines(parts) == metric_lines(whole)
+    assert series(whole, "train/loss") != series(runs.folder / "sft_cpu_zero0_1", "train/loss"), "dropout is on"
+    first, second = weights(whole / "model"), weights(parts / "model")
+    assert all(first[key].equal(second[key]) for key in first)
 
 
 PROGRAMS = {"sft": (sft, sft_program, 5), "rm": (reward, reward_program, 3), "ppo": (ppo, ppo_program, 2)}

@@ -83,7 +83,7 @@ def loss_sum(model: Any, rows: list[Tensor]) -> Tensor:
 
 
 def engine_of(
-    model: nn.Module, name: str, *, num_steps: int = 20, role: str = "policy", changes: dict[str, Any] | None = None,
+    model: nn.Module, name: str, /, *, num_steps: int = 20, role: str = "policy", changes: dict[str, Any] | None = None,
     tensor: distributed.Group | None = None, **optim: Any,
 ) -> TrainEngine:  # fmt: skip
     """A TrainEngine on a packaged JSON, with changes to its `zero_optimization` and other sections."""

@@ -49,6 +49,8 @@ def test_tiny_cpu_has_none(tmp_path: Path) -> None:
         ("--reward.parallel.tp=3", "step2_reward: parallel.tp=3 does not divide the number of ranks, 2. Use a divisor"),
         ("--sft.parallel.pp=3", "step1_sft: parallel.pp=3 does not divide the number of ranks, 2. Use a divisor of it"),
         ("--sft.parallel.pp=2", "parallel.pp .layers dealt. does not go with zero_optimization.stage=3 .ZeRO-3."),
+        ("--reward.parallel.sp=3", "step2_reward: parallel.sp=3 does not divide the number of ranks, 2."),
+        ("--ppo.parallel.sp=3", "step3_ppo: parallel.sp=3 does not divide the number of ranks, 2."),
         ("--ppo.rollout.dtype=bfloat16", "step3_ppo: rollout.dtype=bfloat16, but the actor is trained in float32"),
         ("--ppo.data.split.seed=3", "step3_ppo: data.split=.*a prompt could stand in both"),
         ("--reward.data.template=plain", "step2_reward: data.template=plain, but step1_sft uses auto"),

@@ -21,6 +21,7 @@ from rlhf.data.dataset import SFTRow
 from rlhf.health_config import HealthConfig, LossConfig
 from rlhf.plan.shapes import Shape
 from rlhf.run import Run
+from rlhf.run_folder import seed_generators
 from rlhf.states import StateError
 
 
@@ -554,3 +555,13 @@ def test_more_steps_to_profile_than_there_are_means_all(tmp_path: Path) -> None:
     for step, _ in run.steps(iter(range(2))):
         run.log(step)
     assert (tmp_path / "profile" / "profile.json").is_file()
+
+
+def test_ranks_that_share_rows_draw_from_generators_of_their_own() -> None:
+    """Torch's, of which dropout is made; the first one's is that of a rank with rows of its own."""
+    drawn = []
+    for share in (None, 0, 1, 2):
+        seed_generators(7, **({} if share is None else {"share": share}))
+        drawn.append((torch.rand(4).tolist(), np.random.rand()))
+    assert drawn[0] == drawn[1] and len({tuple(found) for found, _ in drawn}) == 3
+    assert len({number for _, number in drawn}) == 1

@@ -34,7 +34,13 @@ def config(**changes: Any) -> PPOConfig:
             {"rollout__graphs": True, "rollout__weights": "gathered", "rollout__tensor_parallel": 2},
             "graphs is true.*tensor_parallel 2",
         ),
-        ({"parallel__sp": 2}, "parallel.sp=2: only step 1 divides the tokens of rows"),
+        ({"parallel__pp": 2}, "parallel.pp=2: only step 1 has it"),
+        ({"parallel__sp": 2, "data__packing": "off"}, "parallel.sp=2 shares packed rows .*data.packing is `off`"),
+        ({"parallel__sp": 2, "critic__compile": True}, "in step 1 alone, but critic.compile is true. Set it to false"),
+        *(
+            ({"parallel__sp": 2, f"{role}__attention": "eager"}, f"but {role}.attention is eager. Use sdpa")
+            for role in ("actor", "reward", "critic", "reference")
+        ),
         ({"parallel__tp": 2, "rollout__tensor_parallel": 4}, "tensor_parallel=4, but parallel.tp=2: the actor decodes"),
         ({"parallel__tp": 2, "rollout__weights": "layerwise"}, "rollout.weights=layerwise, but parallel.tp=2"),
         ({"parallel__tp": 2, "rollout__engine": "vllm"}, "rollout.engine=vllm, but parallel.tp=2"),

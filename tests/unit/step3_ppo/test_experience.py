@@ -4,13 +4,12 @@ import pytest
 import torch
 
 from rlhf.data.batching import Batching
-from rlhf.distributed import group_of
 from rlhf.sharing import Sharing
 from step3_ppo.config import GAEConfig
 from step3_ppo.experience import Experience, ScoredSequence, gather_sequences, right_pad, sequence_mask, to_experience
 
 Make = Callable[..., ScoredSequence]
-ALONE = Sharing(sequence=group_of(1), tensor=group_of(1))
+ALONE = Sharing()
 LENGTHS = (3, 1, 5, 2, 4, 1, 7)
 
 

@@ -60,6 +60,7 @@ def write(made: Setting, folder: Path) -> list[str]:
         (8, {"tensor": 2, "zero": 1}),
         (16, {"tensor": 4}),
         (1, {"zero": 0, "lora": 16}),
+        (8, {"sp": 4}),
     ],
 )
 def test_what_is_read_back_is_what_was_planned(gpus: int, choices: dict[str, Any], tmp_path: Path) -> None:
@@ -89,11 +90,12 @@ def test_shared_rows_and_a_budget_are_written(tmp_path: Path) -> None:
     shared = replace(layout, context=2, accumulation=2 * layout.accumulation, recompute="full", recompute_budget=0.25)
     write(replace(made, sft=replace(made.sft, layout=shared)), tmp_path / "mine")
     assert read(tmp_path / "mine").sft.layout == shared
+    assert read(tmp_path / "mine").preference.layout.context == read(tmp_path / "mine").ppo.actor.context == 1
     second = replace(shared, recompute_every=2, recompute_budget=0.0)
     write(replace(made, sft=replace(made.sft, layout=second)), tmp_path / "second")
     assert read(tmp_path / "second").sft.layout == second
-    with pytest.raises(ValueError, match="cannot write tensor 1 x pipeline 1 x context 2"):
-        write(replace(made, preference=replace(made.preference, layout=shared)), tmp_path / "other")
+    with pytest.raises(ValueError, match="cannot write tensor 2 x pipeline 1 x context 2"):
+        write(replace(made, sft=replace(made.sft, layout=replace(shared, tensor=2))), tmp_path / "other")
 
 
 def test_layers_that_are_dealt_are_written(tmp_path: Path) -> None:
@@ -102,7 +104,7 @@ def test_layers_that_are_dealt_are_written(tmp_path: Path) -> None:
     dealt = replace(layout, zero=1, pipeline=2, accumulation=2 * layout.accumulation)
     write(replace(made, sft=replace(made.sft, layout=dealt)), tmp_path / "mine")
     assert read(tmp_path / "mine").sft.layout == dealt
-    for refused in (replace(dealt, virtual=2), replace(layout, tensor=2)):
+    for refused in (replace(dealt, virtual=2), replace(dealt, tensor=2)):
         with pytest.raises(ValueError, match="cannot write tensor [12] x pipeline [12] x context 1"):
             write(replace(made, sft=replace(made.sft, layout=refused)), tmp_path / "other")
 

@@ -7,9 +7,9 @@ import pytest
 
 from rlhf.plan import collectives, layer, memory
 from rlhf.plan.efficiency import KERNEL, matmul, traffic
-from rlhf.plan.layout import Layout, Stack
+from rlhf.plan.layout import OURS, Layout, Stack
 from rlhf.plan.shapes import MODELS, gpt
-from rlhf.plan.step import STEP_HOST, slowest, step
+from rlhf.plan.step import STEP_HOST, exchange, slowest, step
 
 SHAPE = gpt(8, 1024, 8, vocabulary=4096)
 LAYOUT = Layout(gpus=4, length=512, micro_batch=4)
@@ -168,3 +168,17 @@ def test_more_devices_are_faster_and_less_than_linear(make_device: Any) -> None:
             layout = replace(LAYOUT, gpus=gpus, zero=zero)
             rates.append(layout.global_batch / gpus / step(MODELS["opt-1.3b"], layout, device, STACK).total)
         assert rates == sorted(rates, reverse=True), zero
+
+
+def test_a_group_that_shares_rows_exchanges_heads_twice_a_pass(make_device: Any) -> None:
+    """4 ranks, 1024 tokens each: queries, keys, values and outputs of 1024 numbers of two bytes; 3/4 leave the rank."""
+    device, shared = make_device(), replace(LAYOUT, length=1024, context=4)
+    members = collectives.group(device, 4)
+    moved = 2 * 1024 * (4 * 1024) * 3 / 4 / members.rate
+    assert exchange(SHAPE, shared, device) == pytest.approx(2 * members.start(members.hops) + moved)
+    assert exchange(SHAPE, LAYOUT, device) == 0
+    one = exchange(SHAPE, shared, device)
+    # Forward and backward, and once more where the layer is computed again; selective recomputation keeps attention.
+    for recompute, passes in (("none", 2), ("selective", 2), ("full", 3)):
+        layout = replace(shared, recompute=recompute)
+        assert step(SHAPE, layout, device, OURS).tensor == pytest.approx(8 * passes * one)

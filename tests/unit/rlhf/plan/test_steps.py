@@ -186,6 +186,24 @@ def test_ranks_of_a_pipeline_are_one_replica_of_this_code_s() -> None:
     assert stack_of(pairs) is OURS and stack_of(replace(pairs, virtual=2)) is not OURS
 
 
+def test_shared_rows_in_all_steps() -> None:
+    """Twice the row on twice the ranks a row: as many tokens on each; a rollout knows nothing of it."""
+    alone, pairs = (
+        from_models("llama3-8b", "llama3-8b", DEVICES["h100-sxm"], 8, Choices(sp=sp, micro_batch=2, zero=3))
+        for sp in (1, 2)
+    )
+    for layout in (pairs.sft.layout, pairs.preference.layout, pairs.ppo.actor, pairs.ppo.critic, pairs.ppo.reward):
+        assert layout.context == 2 and layout.data == 4 and layout.shards == 8
+    first, second = plan_step(alone, 3), plan_step(pairs, 3)
+    assert first.rows == second.rows
+    for phase in ("gather", "prefill", "decode"):
+        assert second.seconds[phase] == pytest.approx(first.seconds[phase])
+    assert second.memory["rollout"].cache == first.memory["rollout"].cache
+    assert second.memory["score"].working == pytest.approx(first.memory["score"].working / 2)
+    with pytest.raises(ValueError, match="--sp 3: 32 attention heads and 8 key and value heads do not both divide"):
+        from_models("llama3-8b", "llama3-8b", DEVICES["h100-sxm"], 6, Choices(sp=3))
+
+
 def test_a_recipe_without_a_stage_is_refused() -> None:
     with pytest.raises(ValueError, match="recipe x has no reward, ppo"):
         from_recipe("x", {"sft": {}}, DEVICES["a100-80"], 8, load=ds_config.load)

@@ -23,6 +23,16 @@ class Collective:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Ssh:
+    """ssh from the measuring machine to another."""
+
+    seconds: float
+    """Of `ssh HOST true`."""
+    gb_s: float
+    """10^9 bytes a second of a stream."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Measured:
     """Rates and times of one rank while the others work too."""
 
@@ -56,6 +66,9 @@ class Measured:
     """Ranks -> what they reach."""
     disk: Mapping[str, float] = field(default_factory=dict)
     """write_gb_s and read_gb_s of one file, where it was asked for; for people, the plan does not use it."""
+
+    ssh: Mapping[str, Ssh] = field(default_factory=dict)
+    """Host -> what ssh to it takes, where a hostfile was given; for people, the plan does not use it."""
 
     def product(self, dtype: str, m: float, n: float, k: float, *, backward: bool = False) -> float:
         """Seconds of a linear layer's product of m tokens forward, or of both of its backward pass.
@@ -125,12 +138,14 @@ def from_mapping(raw: Any, source: str) -> Measured:
             raise ValueError(f"{unknown[0]} is not a setting")
         collectives = {str(ranks): Collective(**c) for ranks, c in raw["collectives"].items()}
         gather_layer = {str(ranks): seconds for ranks, seconds in raw["gather_layer"].items()}
-        made = Measured(**{**raw, "collectives": collectives, "gather_layer": gather_layer})
+        ssh = {str(host): Ssh(**values) for host, values in raw.get("ssh", {}).items()}
+        made = Measured(**{**raw, "collectives": collectives, "gather_layer": gather_layer, "ssh": ssh})
         widths = ((made.products, 5), (made.attention, 3), ({"": made.pointwise}, 2))
         numbers = [x for table, width in widths for rows in table.values() for row in rows
                    for x in (row if len(row) == width else [0.0])]  # fmt: skip
         numbers += [getattr(made, name) for name in _ABOVE_ZERO]
         numbers += [x for c in made.collectives.values() for x in (c.latency, c.gb_s)] + list(made.disk.values())
+        numbers += [x for each in made.ssh.values() for x in (each.seconds, each.gb_s)]
         numbers += [*made.gather_layer.values(), *map(int, made.gather_layer), *map(int, made.collectives)]
         if not made.gather_layer or not all(isinstance(x, int | float) and 0 < x < math.inf for x in numbers):
             raise ValueError("a rate or time is not a number above 0, or a row is too short")

@@ -27,6 +27,7 @@ _SSH_SECONDS = 120.0
 """Limit of one ssh command: a stream at 10 Mbit/s fits."""
 _HEAD = "# Written by `rlhf bench machine`. nics and nic_gbit_s are not measured: set them for several machines.\n"
 _FIELDS = ("products", "attention", "pointwise", "optimizer_gb_s", "update_layer", "update_step", "gather_layer",
+           "gather_gb_s", "sharded_optimizer_gb_s",
            "score_layer", "score_pass", "decode_layer", "decode_token", "draw_logit", "process_gb", "disk",
            "ssh")  # fmt: skip
 
@@ -104,9 +105,11 @@ def measure(arguments: argparse.Namespace, environment: Mapping[str, str]) -> di
             return found
 
         # ZeRO-3 on one rank has its hooks and nothing to wait for.
-        alone = probe(1, "--gather") if ranks > 1 else {"gather_layer": {}}
+        alone = probe(1, "--gather") if ranks > 1 else {}
         found = probe(ranks, *wanted)
-        found["gather_layer"] |= alone["gather_layer"]
+        for name, by_ranks in alone.items():
+            if name != "disk":
+                found[name] |= by_ranks
         large = _LARGE_CPU if found["on_cpu"] else _LARGE
         collectives = _collectives(ranks, large, Path(folder), environment, arguments.timeout) if ranks > 1 else {}
     return {**found, "ranks": ranks, "collectives": collectives}
@@ -194,6 +197,8 @@ def show(name: str, found: Mapping[str, Any]) -> None:
             ("optimiser", f"{found['optimizer_gb_s']:.1f} GB/s")]  # fmt: skip
     for size, value in sorted(found["gather_layer"].items()):
         rows.append((f"what ZeRO-3 on {size} ranks adds to a layer's update", f"{value * 1e6:,.0f} us"))
+        rows.append(("its weights and gradients there", f"{found['gather_gb_s'][size]:.2f} GB/s"))
+        rows.append(("optimiser there", f"{found['sharded_optimizer_gb_s'][size]:.1f} GB/s"))
     for key, what in (("update_layer", "a layer's update"), ("score_layer", "its forward pass"),
                       ("decode_layer", "its decoding step")):  # fmt: skip
         rows.append((f"{what}, beside computing", f"{found[key] * 1e6:,.0f} us"))

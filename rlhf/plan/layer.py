@@ -161,7 +161,7 @@ def optimizer(parameters: float, layout: Layout, device: Device, stack: Stack) -
     share = parameters / (layout.shards if layout.zero else 1)
     moved = optimizer_bytes(share, stack)
     if device.measured is not None and not layout.offload_optimizer:
-        return moved / (device.measured.optimizer_gb_s * 1e9)
+        return moved / (device.measured.optimizer_rate(layout.zero, layout.shards) * 1e9)
     if layout.offload_optimizer:  # Adam on the host, whose memory 8 ranks share
         return moved / (150e9 / device.node) + share * 4 / 12e9
     return traffic(device, moved)

@@ -90,6 +90,19 @@ def stack_on(device: Device, stack: Stack) -> Stack:
     return replace(stack, overlap=0.0, gradient_overlap=False, gather_overlap=False, tensor_overlap=0.0)
 
 
+def moved_bytes(weights: float, trained: float, width: float, stack: Stack) -> float:
+    """Bytes of a micro-batch's gathers and its reduction of gradients under ZeRO-3."""
+    return width * weights * stack.gathers + trained * min(stack.states.gradients, width)
+
+
+def gather_once(members: Group, size: float, messages: float) -> float:
+    """Seconds to gather `size` bytes of weights under ZeRO-3: as measured within a machine, or by its collectives."""
+    measured = members.device.measured
+    if measured is not None and members.nodes == 1:
+        return measured.sharded_seconds(size, members.ranks)
+    return all_gather(members, size, messages=messages)
+
+
 def gather_host(device: Device, layout: Layout, stack: Stack) -> float:
     """Seconds of the processor to gather one layer once under ZeRO-3."""
     if device.measured is not None:
@@ -146,12 +159,16 @@ def data_group(layout: Layout, device: Device) -> Group:
 
 def _zero3(shape: Shape, layout: Layout, device: Device, stack: Stack, busy: float) -> float:
     """What ZeRO-3's collectives of a micro-batch add to `busy` seconds."""
+    members = data_group(layout, device)
+    width = 4.0 if layout.dtype == "fp32" else 2.0
+    if layout.zero == 3 and device.measured is not None and members.nodes == 1:
+        trained = memory.trained_parameters(shape, layout) / layout.tensor
+        size = moved_bytes(shape.parameters / layout.tensor, trained, width, stack)
+        return _overlapped(busy, device.measured.sharded_seconds(size, layout.shards), stack.overlap)
     if not layout.sharded:
         return 0.0
-    members = data_group(layout, device)
     if stack.single_card:
         members = replace(members, single_card=True)
-    width = 4.0 if layout.dtype == "fp32" else 2.0
     size = width * shape.parameters / layout.tensor
     messages = shape.layers * stack.gather_messages
     if stack.quantised_gather:

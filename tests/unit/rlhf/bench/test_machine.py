@@ -16,12 +16,13 @@ FOUND = {
     "on_cpu": True, "hardware": "A processor", "peak_tflops": {"fp32": 0.1}, "memory_gb": 8.0, "bandwidth_gb_s": 10.0,
     "products": {"fp32": [[8, 8, 8, 0.123456, 0.05]]}, "attention": {"fp32": [[32, 0.5, 0.25]]},
     "pointwise": [[64, 2.0]], "optimizer_gb_s": 3.0, "update_layer": 1e-3, "update_step": 2e-3,
-    "gather_layer": {"4": 5e-3},
+    "gather_layer": {"4": 5e-3}, "gather_gb_s": {"4": 0.5}, "sharded_optimizer_gb_s": {"4": 0.25},
     "score_layer": 1e-4, "score_pass": 2e-4, "decode_layer": 3e-4, "decode_token": 4e-4, "draw_logit": 1e-9,
     "process_gb": 0.4, "disk": {"write_gb_s": 1.0, "read_gb_s": 2.0},
 }  # fmt: skip
 
 
+ALONE = {"gather_layer": {"1": 1e-3}, "gather_gb_s": {"1": 2.0}, "sharded_optimizer_gb_s": {"1": 1.0}, "disk": {}}
 REMOTE = machine.Remote(read_hosts=lambda path: path.read_text().split(), ssh_command=lambda name: ["ssh", name])
 
 
@@ -47,9 +48,7 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         assert environment == {"OMP_NUM_THREADS": "1"}
         if "rlhf.bench.probe" in argv:
             alone = "--gather" in argv
-            Path(argv[argv.index("--out") + 1]).write_text(
-                json.dumps({"gather_layer": {"1": 1e-3}} if alone else FOUND)
-            )
+            Path(argv[argv.index("--out") + 1]).write_text(json.dumps(ALONE if alone else FOUND))
             return
         config = json.loads(Path(argv[argv.index("--config") + 1]).read_text())
         asked.append(config)
@@ -71,6 +70,8 @@ def test_a_device_is_written_that_a_plan_reads(
     device = load_devices(tmp_path / "mine.yaml")["mine"]
     assert device.is_serial and device.node == 4 and device.measured is not None
     assert device.measured.gather_layer == {"1": 1e-3, "4": 5e-3}
+    assert device.measured.gather_gb_s == {"1": 2.0, "4": 0.5}
+    assert device.measured.sharded_optimizer_gb_s == {"1": 1.0, "4": 0.25} and device.measured.disk
     assert device.measured.products["fp32"] == [[8, 8, 8, 0.1235, 0.05]] and device.measured.disk["read_gb_s"] == 2.0
     for size in ("2", "4"):
         assert device.measured.collectives[size].latency == 1e-3

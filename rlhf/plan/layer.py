@@ -20,6 +20,8 @@ HOST_GATHER = 0.235e-3
 """Seconds of the processor to gather one tensor under ZeRO-3: hooks, allocation, launch (fitted: Lambda's step 1)."""
 HOST_PASSES = {"none": 2.5, "selective": 2.7, "full": 3.5}
 """Time of the host for a layer's passes by what is recomputed, in units of a forward pass."""
+TENSORS = 16
+"""Weight tensors of a layer, OPT's."""
 LORA_BYTES = 10
 """Bytes for each output of an adapted matrix: the adapter's is scaled, read and written, and added."""
 LORA_CALLS = 4

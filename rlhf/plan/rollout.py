@@ -18,8 +18,6 @@ DECODE_HOST = 570e-6
 """Seconds of the processor for one layer of a decoding step (fitted: Lambda's OPT-13B on H100)."""
 GATHER_HOST = 1.2e-3
 """Seconds of the processor to gather one weight tensor for generation (fitted: the same)."""
-GATHER_TENSORS = 16
-"""Weight tensors of a layer, OPT's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +51,7 @@ def gather(shape: Shape, layout: Layout, device: Device) -> float:
     """Seconds to gather a ZeRO-3 actor's weights for a rollout; tensor-parallel ranks keep a part each."""
     if not layout.sharded:
         return 0.0
-    tensors = shape.layers * GATHER_TENSORS
+    tensors = shape.layers * layers.TENSORS
     size = (4.0 if layout.dtype == "fp32" else 2.0) * shape.parameters / layout.tensor
     if device.measured is not None:
         host = shape.layers * gather_host(device, layout, OURS)

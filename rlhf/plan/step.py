@@ -5,12 +5,22 @@ from dataclasses import dataclass, fields, replace
 from rlhf.plan import layer as layers
 from rlhf.plan import memory
 from rlhf.plan.collectives import Group, all_gather, all_reduce, group, send
+from rlhf.plan.efficiency import traffic
 from rlhf.plan.hardware import Device
 from rlhf.plan.layout import OURS, Layout, Stack
 from rlhf.plan.shapes import Shape
 
 STEP_HOST = 4e-3
 """Seconds of the processor for an update beside its layers: data, clipping, the optimiser's launch."""
+
+OVERFLOW_CALLS = 3
+"""For one tensor: a copy in fp32, its sum, and the copy of that to the host. Its cause is known, its time is not
+fitted."""
+
+UNPACKED_BYTES = 3.0
+"""Read and written by ZeRO++ for a gathered weight: one byte in, two out."""
+PACKED_BYTES = 3.5
+"""For a gradient: two bytes in and half of one out before the hop inside a machine, half in and half out behind it."""
 
 OUTSIDE = 0.5
 """Layers that embeddings, last norm and head are worth to ZeRO-3's hooks: about five modules of a layer's ten."""
@@ -76,6 +86,9 @@ def step(shape: Shape, layout: Layout, device: Device, stack: Stack = OURS, *, w
     step_host = STEP_HOST * device.host_scale * stack.host
     if device.measured is not None:
         step_host = device.measured.update_step
+    elif stack.serial_overflow_check and layout.zero == 0 and layout.dtype == "fp16":
+        trained_tensors = shape.layers * (12 if layout.lora else layers.TENSORS)
+        step_host += trained_tensors * OVERFLOW_CALLS * layers.HOST_CALL * stack.host * device.host_scale
     return StepTime(
         computing=n * useful, recomputing=n * again, host=n * idle + step_host,
         tensor=n * tensor, gather=n * gather, bubble=bubble, reduce=reduce,
@@ -176,7 +189,9 @@ def _zero3(shape: Shape, layout: Layout, device: Device, stack: Stack, busy: flo
         inside = group(device, min(layout.shards, device.node))
         backward = all_gather(inside, size, messages=messages) * (stack.gathers - 1)
         reduce = all_gather(members, size / 4, messages=shape.layers)
-        return _overlapped(busy, forward + backward + reduce, stack.overlap)
+        weights = shape.parameters / layout.tensor
+        packing = traffic(device, weights * (stack.gathers * UNPACKED_BYTES + PACKED_BYTES))
+        return packing + _overlapped(busy, forward + backward + reduce, stack.overlap)
     near = group(device, layout.secondary) if layout.secondary else members  # hpZ
     gathers = all_gather(members, size, messages=messages)
     gathers += (stack.gathers - 1) * all_gather(near, size, messages=messages)

@@ -359,14 +359,18 @@ def _bench(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     if arguments.bench_command == "machine":
         import os
 
+        from launch.cluster.session import ssh_command
         from launch.command import source_root, stage_environment
+        from launch.hostfile import read_hostfile
         from launch.placement import accelerator_visible
+        from rlhf.bench.machine import Remote
         from rlhf.bench.machine import main as bench_machine
 
         visible = accelerator_visible(os.environ)
         return bench_machine(
             arguments,
             stage_environment(os.environ, {}, accelerator_visible=visible, source_root=source_root()),
+            Remote(read_hosts=lambda path: [host.name for host in read_hostfile(path)], ssh_command=ssh_command),
         )
     if arguments.bench_command == "compare":
         from rlhf.bench.compare import main as compare

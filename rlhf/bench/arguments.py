@@ -69,6 +69,7 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="YAML to write")
     parser.add_argument("--num_gpus", type=int, default=1, metavar="N", help="ranks on this machine (1)")
     parser.add_argument("--disk", type=Path, metavar="DIR", help="folder to time writing and reading in")
+    parser.add_argument("--hostfile", type=Path, metavar="FILE", help="machines to time ssh to, from this one")
     parser.add_argument("--seconds", type=float, default=0.3, metavar="S", help="of each timing (0.3)")
     parser.add_argument("--timeout", type=float, default=1800, metavar="S", help="limit of each program (1800)")
 

@@ -6,7 +6,8 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import yaml
 
 from rlhf.bench.jobs import launch
 from rlhf.bench.process import exit_code, run_child
+from rlhf.bench.ssh import measure_ssh
 from rlhf.plan.hardware import load_devices
 from rlhf.terminal import console, make_table
 
@@ -21,25 +23,43 @@ _SMALL = 4096
 """Bytes of a collective that only its latency counts of."""
 _LARGE_CPU, _LARGE = 1 << 25, 1 << 29
 _LINK_SECONDS = 60.0
+_SSH_SECONDS = 120.0
+"""Limit of one ssh command: a stream at 10 Mbit/s fits."""
 _HEAD = "# Written by `rlhf bench machine`. nics and nic_gbit_s are not measured: set them for several machines.\n"
 _FIELDS = ("products", "attention", "pointwise", "optimizer_gb_s", "update_layer", "update_step", "gather_layer",
-           "score_layer", "score_pass", "decode_layer", "decode_token", "draw_logit", "process_gb", "disk")  # fmt: skip
+           "gather_gb_s", "sharded_optimizer_gb_s",
+           "score_layer", "score_pass", "decode_layer", "decode_token", "draw_logit", "process_gb", "disk",
+           "ssh")  # fmt: skip
 
 
-def main(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
+@dataclass(frozen=True, kw_only=True)
+class Remote:
+    """How the launcher reaches other machines."""
+
+    read_hosts: Callable[[Path], Sequence[str]]
+    """Names in a hostfile; raises ValueError where it cannot be used."""
+    ssh_command: Callable[[str], list[str]]
+    """A host's name -> start of an ssh command."""
+
+
+def main(arguments: argparse.Namespace, environment: Mapping[str, str], remote: Remote) -> int:
     """Measure; 0, 1 if a program failed, 2 if something cannot be used.
 
     Args:
         arguments: of the command line.
         environment: that a stage's ranks would be started with: the number of threads decides what they measure.
+        remote: the hosts that ssh is timed to.
     """
-    return exit_code(lambda: _run(arguments, environment))
+    return exit_code(lambda: _run(arguments, environment, remote))
 
 
-def _run(arguments: argparse.Namespace, environment: Mapping[str, str]) -> None:
+def _run(arguments: argparse.Namespace, environment: Mapping[str, str], remote: Remote) -> None:
     check(arguments)
+    names = [] if arguments.hostfile is None else remote.read_hosts(arguments.hostfile)
+    # First, since it takes seconds and can fail.
+    ssh = measure_ssh(names, remote.ssh_command, environment=environment, timeout=_SSH_SECONDS)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    found = measure(arguments, environment)
+    found = {**measure(arguments, environment), "ssh": ssh}
     with tempfile.TemporaryDirectory(dir=arguments.out.parent) as folder:
         part = Path(folder) / arguments.out.name
         part.write_text(as_yaml(arguments.name, found), encoding="utf-8")
@@ -85,9 +105,11 @@ def measure(arguments: argparse.Namespace, environment: Mapping[str, str]) -> di
             return found
 
         # ZeRO-3 on one rank has its hooks and nothing to wait for.
-        alone = probe(1, "--gather") if ranks > 1 else {"gather_layer": {}}
+        alone = probe(1, "--gather") if ranks > 1 else {}
         found = probe(ranks, *wanted)
-        found["gather_layer"] |= alone["gather_layer"]
+        for name, by_ranks in alone.items():
+            if name != "disk":
+                found[name] |= by_ranks
         large = _LARGE_CPU if found["on_cpu"] else _LARGE
         collectives = _collectives(ranks, large, Path(folder), environment, arguments.timeout) if ranks > 1 else {}
     return {**found, "ranks": ranks, "collectives": collectives}
@@ -175,12 +197,18 @@ def show(name: str, found: Mapping[str, Any]) -> None:
             ("optimiser", f"{found['optimizer_gb_s']:.1f} GB/s")]  # fmt: skip
     for size, value in sorted(found["gather_layer"].items()):
         rows.append((f"what ZeRO-3 on {size} ranks adds to a layer's update", f"{value * 1e6:,.0f} us"))
+        rows.append(("its weights and gradients there", f"{found['gather_gb_s'][size]:.2f} GB/s"))
+        rows.append(("optimiser there", f"{found['sharded_optimizer_gb_s'][size]:.1f} GB/s"))
     for key, what in (("update_layer", "a layer's update"), ("score_layer", "its forward pass"),
                       ("decode_layer", "its decoding step")):  # fmt: skip
         rows.append((f"{what}, beside computing", f"{found[key] * 1e6:,.0f} us"))
     for size, entry in found["collectives"].items():
         rows.append((f"all-gather of {size} ranks", f"{entry['latency'] * 1e6:,.0f} us + {entry['gb_s']:.2f} GB/s"))
     rows += [(f"disk, {key.removesuffix('_gb_s')}", f"{value:.2f} GB/s") for key, value in found["disk"].items()]
+    rows += [(f"ssh to {host}", f"{value['seconds'] * 1e3:,.0f} ms, stream {value['gb_s']:.3f} GB/s")
+             for host, value in found["ssh"].items()]  # fmt: skip
     for row in rows:
         made.add_row(*row)
     out.print(made)
+    if not found["ssh"]:
+        out.print("ssh was not timed: there is no --hostfile.")

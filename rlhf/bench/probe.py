@@ -8,7 +8,6 @@ model are slopes and intercepts over models of one and of five tiny layers.
 
 import argparse
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -24,10 +23,24 @@ from torch import Tensor
 from rlhf import artifacts, ds_config, host
 from rlhf.bench.assets import make_language
 from rlhf.bench.peak import copy_bytes_per_second
+from rlhf.bench.sharded import measure_sharded
+from rlhf.bench.trial import (
+    ATTEMPTS,
+    HEAD_SIZE,
+    VOCABULARY,
+    WIDE,
+    Timer,
+    accumulate,
+    disturbed,
+    make_batch,
+    make_engine,
+    step_seconds,
+    train_step,
+    zero_json,
+)
 from rlhf.bench.workload import opt
-from rlhf.config import ModelConfig, OptimConfig, SamplingConfig
-from rlhf.data.collate import TokenBatch, collate_sft
-from rlhf.data.dataset import PromptRow, SFTRow
+from rlhf.config import ModelConfig, SamplingConfig
+from rlhf.data.dataset import PromptRow
 from rlhf.data.packing import PackedLayout
 from rlhf.distributed import (
     accelerator_name,
@@ -37,28 +50,21 @@ from rlhf.distributed import (
     device_type,
     is_main,
     shutdown,
-    synchronise,
     world_size,
 )
-from rlhf.engine import FrozenEngine, TrainEngine, setup, zero3_init
+from rlhf.engine import FrozenEngine, setup
 from rlhf.models.build import build_causal_lm
 from rlhf.models.linear import multiply, onednn_multiplies, product, reorder
 from rlhf.models.policy import Policy
 from rlhf.plan.layer import BACKWARD_BYTES, optimizer_bytes, pointwise_bytes, products
-from rlhf.plan.layout import FP32, MIXED, OURS, Layout
+from rlhf.plan.layout import OURS, Layout
 from rlhf.plan.measured import Measured
 from rlhf.plan.shapes import Shape, shape_of
 from rlhf.rollout.answers import Voice, draw_responses
 from rlhf.rollout.sampling import TokenChooser
 
-VOCABULARY = 512
 TINY = (1, 5)
 """Layers of the tiny models."""
-WIDE = (1, 3)
-"""Layers of those that compute."""
-_ATTEMPTS = 5
-"""At a measurement that other work on the machine can turn round."""
-_HEAD_SIZE = 64
 _TINY_TOKENS = 16
 _DECODE_ROWS, _NEW_TOKENS = 8, 24
 _PACKED_BELOW = 128
@@ -75,8 +81,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     setup()
     process_gb = _process_bytes() / 1e9
-    tiny = TinyTimes(Timer(arguments.seconds))
-    found: dict[str, Any] = {"gather_layer": {str(world_size()): tiny.gather_seconds()}}
+    timer, ranks = Timer(arguments.seconds), str(world_size())
+    layer = TinyTimes(timer).gather_seconds()
+    found: dict[str, Any] = {"gather_layer": {ranks: layer}}
+    found |= {name: {ranks: rate} for name, rate in measure_sharded(layer).items()}
     if not arguments.gather:
         found |= {**measure(arguments.seconds), "process_gb": process_gb}
     if is_main():
@@ -108,30 +116,6 @@ def measure(seconds: float) -> dict[str, Any]:
     }
     found.update(measure_wide("fp32" if on_cpu else "bf16", found, timer))
     return found
-
-
-class Timer:
-    """Seconds of pieces of work, on all ranks at once."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-
-    def __call__(self, work: Callable[[], object], *, least: int = 3) -> float:
-        """Median over as many calls as fit the time, of the slowest rank. Collective."""
-        work()
-        synchronise()
-        barrier()
-        start = time.perf_counter()
-        work()
-        synchronise()
-        calls = max(all_gather_objects(max(least, int(self.seconds / max(time.perf_counter() - start, 1e-7)))))
-        times = []
-        for _ in range(min(calls, 200)):
-            start = time.perf_counter()
-            work()
-            synchronise()
-            times.append(time.perf_counter() - start)
-        return max(all_gather_objects(statistics.median(times)))
 
 
 def measure_products(dtype: torch.dtype, timer: Timer) -> list[list[float]]:
@@ -177,16 +161,16 @@ def measure_attention(dtype: torch.dtype, timer: Timer) -> list[list[float]]:
     for length in (32, 128, 512) if on_cpu else (128, 512, 2048):
         tokens, heads = (1024, 4) if on_cpu else (8192, 16)
         layout = PackedLayout([length] * (tokens // length), device=device())
-        parts = [torch.randn((1, heads, tokens, _HEAD_SIZE), device=device()).to(dtype) for _ in range(3)]
+        parts = [torch.randn((1, heads, tokens, HEAD_SIZE), device=device()).to(dtype) for _ in range(3)]
         forward = timer(partial(layout.attend, *parts, scaling=None, dropout=0.0))
-        grad = torch.randn((1, tokens, heads, _HEAD_SIZE), device=device()).to(dtype)
+        grad = torch.randn((1, tokens, heads, HEAD_SIZE), device=device()).to(dtype)
         leaves = [part.requires_grad_() for part in parts]
 
         def both(leaves: list[Tensor] = leaves, layout: PackedLayout = layout, grad: Tensor = grad) -> None:
             torch.autograd.grad(layout.attend(*leaves, scaling=None, dropout=0.0), leaves, grad)
 
         whole = timer(both)
-        operations = 2 * tokens * length * heads * _HEAD_SIZE  # half of 4 for each pair
+        operations = 2 * tokens * length * heads * HEAD_SIZE  # half of 4 for each pair
         rows.append([length, operations / forward / 1e12, 2.5 * operations / max(whole - forward, whole / 3) / 1e12])
     return rows
 
@@ -202,7 +186,6 @@ class TinyTimes:
 
     def __init__(self, timer: Timer) -> None:
         self.timer = timer
-        self.json = {0: "cpu_zero0", 3: "cpu_zero3"} if device_type() == "cpu" else {0: "zero0", 3: "zero3"}
 
     def measure(self) -> dict[str, float]:
         """The fields of `Measured` that are seconds. Collective."""
@@ -228,13 +211,13 @@ class TinyTimes:
         return slope, max(1e-6, few - TINY[0] * slope)
 
     def _update_seconds(self, layers: int, lengths: Sequence[int], *, zero: int) -> float:
-        engine = make_engine(opt(_HEAD_SIZE, layers, 1, VOCABULARY, 128), self.json[zero])
+        engine = make_engine(opt(HEAD_SIZE, layers, 1, VOCABULARY, 128), zero_json(zero))
         batch = make_batch(lengths)
         return self.timer(lambda: train_step(engine, batch))
 
     def _frozen(self, layers: int) -> FrozenEngine:
         language = make_language(VOCABULARY)
-        config = ModelConfig(config=opt(_HEAD_SIZE, layers, 1, VOCABULARY, 128))
+        config = ModelConfig(config=opt(HEAD_SIZE, layers, 1, VOCABULARY, 128))
         name = "cpu_frozen" if device_type() == "cpu" else "frozen"
         return FrozenEngine(
             Policy(build_causal_lm(config, language.tokenizer, seed=1)), ds=ds_config.load(name), role="policy"
@@ -271,17 +254,17 @@ def measure_wide(dtype: str, found: dict[str, Any], timer: Timer) -> dict[str, A
     on_cpu = device_type() == "cpu"
     measured = Measured(**{key: found[key] for key in (
         "products", "attention", "update_layer", "update_step", "score_layer", "score_pass", "decode_layer",
-        "decode_token", "draw_logit")}, gather_layer={}, process_gb=1.0, pointwise=[], optimizer_gb_s=1.0)  # fmt: skip
+        "decode_token", "draw_logit")}, gather_layer={}, gather_gb_s={},
+        sharded_optimizer_gb_s={}, process_gb=1.0, pointwise=[], optimizer_gb_s=1.0)  # fmt: skip
     pointwise = []
-    stack = replace(OURS, states=FP32 if dtype == "fp32" else MIXED)
     # (hidden, mean length, sequences)
     for hidden, length, sequences in ((128, 48, 24), (512, 128, 8)) if on_cpu else ((1024, 512, 16), (4096, 512, 8)):
         lengths = [round(length * (0.5 + i / (sequences - 1))) for i in range(sequences)]  # as ragged as rows are
-        for _ in range(_ATTEMPTS):
+        for _ in range(ATTEMPTS):
             times, updates, weights = [], [], []
             for layers in WIDE:
-                config = opt(hidden, layers, hidden // _HEAD_SIZE, VOCABULARY, 1024)
-                engine, batch = make_engine(config, "cpu_zero0" if on_cpu else "zero0"), make_batch(lengths)
+                config = opt(hidden, layers, hidden // HEAD_SIZE, VOCABULARY, 1024)
+                engine, batch = make_engine(config, zero_json(0)), make_batch(lengths)
                 times.append(timer(partial(accumulate, engine, batch)))
                 updates.append(step_seconds(engine, batch))
                 weights.append(shape_of(config).parameters)
@@ -289,17 +272,14 @@ def measure_wide(dtype: str, found: dict[str, Any], timer: Timer) -> dict[str, A
             if layer > 0 and updates[1] > updates[0]:
                 break
         else:
-            raise RuntimeError(
-                f"{WIDE[1]} layers of width {hidden} took less time than {WIDE[0]}: other work on this machine hides "
-                "what is measured. Run it again when the machine is quiet, or with a longer --seconds."
-            )
+            raise disturbed(f"{WIDE[1]} layers of width {hidden} took less time than {WIDE[0]}")
         shape = replace(shape_of(config), layers=1)
         layout = Layout(gpus=1, length=length, micro_batch=sequences, dtype=dtype)
         # Where pointwise operations cost next to nothing, noise could take it all.
         left = max(layer - _known_seconds(measured, shape, layout), 0.02 * layer)
         pointwise.append([hidden, pointwise_bytes(shape, layout, OURS) * (1 + BACKWARD_BYTES) / left / 1e9])
         update = (updates[1] - updates[0]) / (weights[1] - weights[0])
-    return {"pointwise": pointwise, "optimizer_gb_s": optimizer_bytes(1, stack) / update / 1e9}
+    return {"pointwise": pointwise, "optimizer_gb_s": optimizer_bytes(1, OURS) / update / 1e9}
 
 
 def _known_seconds(measured: Measured, shape: Shape, layout: Layout) -> float:
@@ -311,54 +291,6 @@ def _known_seconds(measured: Measured, shape: Shape, layout: Layout) -> float:
     operations = layout.micro_batch * shape.attention_per_pair * layout.length * layout.length / 2
     known += measured.attention_seconds(layout.dtype, operations, layout.length)
     return known + measured.attention_seconds(layout.dtype, operations, layout.length, backward=True)
-
-
-def make_engine(config: dict[str, Any], json_name: str) -> TrainEngine:
-    """An untrained policy to be trained. Collective."""
-    ds = ds_config.load(json_name)
-    with zero3_init(ds):
-        model = build_causal_lm(ModelConfig(config=config), make_language(VOCABULARY).tokenizer, seed=1)
-    return TrainEngine(Policy(model), ds=ds, optim=OptimConfig(lr=1e-7), role="policy", num_steps=1_000_000)
-
-
-def make_batch(lengths: Sequence[int]) -> TokenBatch:
-    """One packed row of sequences of these lengths, half of each with a loss."""
-    generator = np.random.default_rng(0)
-    rows = [
-        SFTRow(
-            token_ids=generator.integers(10, VOCABULARY, length).astype(np.int32),
-            loss_mask=np.arange(length) >= length // 2,
-            source=0,
-            index=i,
-        )  # fmt: skip
-        for i, length in enumerate(lengths)
-    ]
-    return collate_sft(rows, pad_id=1, device=device(), packed=True)
-
-
-def accumulate(engine: TrainEngine, batch: TokenBatch) -> None:
-    """Forward and backward pass of a step's only micro-batch."""
-    output = engine(**batch.sequences.inputs, target_mask_BT=batch.loss_mask_BT)
-    engine.accumulate(-(output.logprob_BT * batch.loss_mask_BT).sum(), count=float(batch.num_targets), last=True)
-
-
-def train_step(engine: TrainEngine, batch: TokenBatch) -> None:
-    """A whole update."""
-    accumulate(engine, batch)
-    engine.step()
-
-
-def step_seconds(engine: TrainEngine, batch: TokenBatch) -> float:
-    """Of an update behind its backward pass: clipping and the optimiser; the slowest rank's median. Collective."""
-    times = []
-    for _ in range(6):
-        accumulate(engine, batch)
-        synchronise()
-        start = time.perf_counter()
-        engine.step()
-        synchronise()
-        times.append(time.perf_counter() - start)
-    return max(all_gather_objects(statistics.median(times[1:])))
 
 
 def measure_disk(folder: Path) -> dict[str, float]:

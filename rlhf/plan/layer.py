@@ -20,6 +20,8 @@ HOST_GATHER = 0.235e-3
 """Seconds of the processor to gather one tensor under ZeRO-3: hooks, allocation, launch (fitted: Lambda's step 1)."""
 HOST_PASSES = {"none": 2.5, "selective": 2.7, "full": 3.5}
 """Time of the host for a layer's passes by what is recomputed, in units of a forward pass."""
+TENSORS = 16
+"""Weight tensors of a layer, OPT's."""
 LORA_BYTES = 10
 """Bytes for each output of an adapted matrix: the adapter's is scaled, read and written, and added."""
 LORA_CALLS = 4
@@ -156,7 +158,7 @@ def optimizer(parameters: float, layout: Layout, device: Device, stack: Stack) -
     share = parameters / (layout.shards if layout.zero else 1)
     moved = optimizer_bytes(share, stack)
     if device.measured is not None and not layout.offload_optimizer:
-        return moved / (device.measured.optimizer_gb_s * 1e9)
+        return moved / (device.measured.optimizer_rate(layout.zero, layout.shards) * 1e9)
     if layout.offload_optimizer:  # Adam on the host, whose memory 8 ranks share
         return moved / (150e9 / device.node) + share * 4 / 12e9
     return traffic(device, moved)

@@ -87,6 +87,9 @@ class Stack:
     """Masks are kept for the backward pass."""
     host: float = 1.0
     """Host time of a kernel call, in units of a plain PyTorch call."""
+    serial_overflow_check: bool = False
+    """Without ZeRO, fp16 gradients are looked through for overflow one tensor after the other, the processor waiting
+    for each: DeepSpeed's FP16_Optimizer (`CheckOverflow.has_overflow_serial`)."""
     single_card: bool = False
     """Each weight is broadcast by its owner over one network card, as ZeRO-3 did before ZeRO-Infinity (Rajbhandari et
     al. 2021, arXiv:2104.07857, sec. 6.1)."""

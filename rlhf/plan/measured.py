@@ -11,6 +11,9 @@ _NEAREST = 4
 _ABOVE_ZERO = ("optimizer_gb_s", "update_layer", "update_step", "score_layer", "score_pass",
                "decode_layer", "decode_token", "draw_logit", "process_gb")  # fmt: skip
 
+_SHARDED = ("gather_layer", "gather_gb_s", "sharded_optimizer_gb_s")
+"""Of ZeRO-3, by ranks."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
@@ -20,6 +23,16 @@ class Collective:
     """Seconds of a collective of nothing."""
     gb_s: float
     """10^9 bytes a second past each rank, of an all-gather."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ssh:
+    """ssh from the measuring machine to another."""
+
+    seconds: float
+    """Of `ssh HOST true`."""
+    gb_s: float
+    """10^9 bytes a second of a stream."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +53,11 @@ class Measured:
     """Seconds of such an update that do not depend on its layers."""
     gather_layer: Mapping[str, float]
     """Ranks -> seconds that ZeRO-3 over them adds to a layer's update, its messages included."""
+    gather_gb_s: Mapping[str, float]
+    """Ranks -> 10^9 bytes a second of weights gathered and gradients reduced by ZeRO-3 over them beside that, copies,
+    new memory and the bytes of its messages included."""
+    sharded_optimizer_gb_s: Mapping[str, float]
+    """Ranks -> clipping and Adam under ZeRO-3 over them, as `optimizer_gb_s`."""
     score_layer: float
     """Seconds of a layer's forward pass without gradients, of next to nothing."""
     score_pass: float
@@ -56,6 +74,9 @@ class Measured:
     """Ranks -> what they reach."""
     disk: Mapping[str, float] = field(default_factory=dict)
     """write_gb_s and read_gb_s of one file, where it was asked for; for people, the plan does not use it."""
+
+    ssh: Mapping[str, Ssh] = field(default_factory=dict)
+    """Host -> what ssh to it takes, where a hostfile was given; for people, the plan does not use it."""
 
     def product(self, dtype: str, m: float, n: float, k: float, *, backward: bool = False) -> float:
         """Seconds of a linear layer's product of m tokens forward, or of both of its backward pass.
@@ -88,6 +109,15 @@ class Measured:
     def gather_seconds(self, ranks: int) -> float:
         """Seconds that ZeRO-3 over so many ranks adds to a layer's update."""
         return self.gather_layer[_nearest_size(self.gather_layer, ranks)]
+
+    def sharded_seconds(self, size: float, ranks: int) -> float:
+        """Seconds to gather or reduce `size` bytes under ZeRO-3 over ranks of this machine."""
+        return size / (self.gather_gb_s[_nearest_size(self.gather_gb_s, ranks)] * 1e9)
+
+    def optimizer_rate(self, zero: int, ranks: int) -> float:
+        """10^9 bytes a second of clipping and Adam."""
+        by_ranks = self.sharded_optimizer_gb_s
+        return by_ranks[_nearest_size(by_ranks, ranks)] if zero == 3 else self.optimizer_gb_s
 
     @staticmethod
     def _rows(table: Mapping[str, Sequence[Sequence[float]]], dtype: str) -> Sequence[Sequence[float]]:
@@ -124,15 +154,18 @@ def from_mapping(raw: Any, source: str) -> Measured:
         if unknown:
             raise ValueError(f"{unknown[0]} is not a setting")
         collectives = {str(ranks): Collective(**c) for ranks, c in raw["collectives"].items()}
-        gather_layer = {str(ranks): seconds for ranks, seconds in raw["gather_layer"].items()}
-        made = Measured(**{**raw, "collectives": collectives, "gather_layer": gather_layer})
+        sharded = {name: {str(ranks): x for ranks, x in raw[name].items()} for name in _SHARDED}
+        ssh = {str(host): Ssh(**values) for host, values in raw.get("ssh", {}).items()}
+        made = Measured(**{**raw, "collectives": collectives, **sharded, "ssh": ssh})
         widths = ((made.products, 5), (made.attention, 3), ({"": made.pointwise}, 2))
         numbers = [x for table, width in widths for rows in table.values() for row in rows
                    for x in (row if len(row) == width else [0.0])]  # fmt: skip
         numbers += [getattr(made, name) for name in _ABOVE_ZERO]
         numbers += [x for c in made.collectives.values() for x in (c.latency, c.gb_s)] + list(made.disk.values())
-        numbers += [*made.gather_layer.values(), *map(int, made.gather_layer), *map(int, made.collectives)]
-        if not made.gather_layer or not all(isinstance(x, int | float) and 0 < x < math.inf for x in numbers):
+        numbers += [x for each in made.ssh.values() for x in (each.seconds, each.gb_s)]
+        numbers += [x for by_ranks in sharded.values() for pair in by_ranks.items() for x in (int(pair[0]), pair[1])]
+        numbers += map(int, made.collectives)
+        if not all(sharded.values()) or not all(isinstance(x, int | float) and 0 < x < math.inf for x in numbers):
             raise ValueError("a rate or time is not a number above 0, or a row is too short")
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise ValueError(

@@ -12,14 +12,12 @@ from rlhf.plan.efficiency import matmul, traffic
 from rlhf.plan.hardware import Device
 from rlhf.plan.layout import OURS, Layout, Stack
 from rlhf.plan.shapes import Shape
-from rlhf.plan.step import data_group, exchange, gather_host, stack_on
+from rlhf.plan.step import data_group, exchange, gather_host, gather_once, stack_on
 
 DECODE_HOST = 570e-6
 """Seconds of the processor for one layer of a decoding step (fitted: Lambda's OPT-13B on H100)."""
 GATHER_HOST = 1.2e-3
 """Seconds of the processor to gather one weight tensor for generation (fitted: the same)."""
-GATHER_TENSORS = 16
-"""Weight tensors of a layer, OPT's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +51,11 @@ def gather(shape: Shape, layout: Layout, device: Device) -> float:
     """Seconds to gather a ZeRO-3 actor's weights for a rollout; tensor-parallel ranks keep a part each."""
     if not layout.sharded:
         return 0.0
-    tensors = shape.layers * GATHER_TENSORS
-    size = 2.0 * shape.parameters / layout.tensor
+    tensors = shape.layers * layers.TENSORS
+    size = (4.0 if layout.dtype == "fp32" else 2.0) * shape.parameters / layout.tensor
     if device.measured is not None:
         host = shape.layers * gather_host(device, layout, OURS)
-        return all_gather(data_group(layout, device), size, messages=shape.layers) + host
+        return gather_once(data_group(layout, device), size, shape.layers) + host
     moved = all_gather(data_group(layout, device), size, messages=tensors)
     return moved + tensors * GATHER_HOST * device.host_scale
 
@@ -66,8 +64,8 @@ def gather_layers(shape: Shape, layout: Layout, device: Device) -> float:
     """Seconds to gather every layer once, one after the other, as ZeRO-3 does in each forward pass."""
     if not layout.sharded:
         return 0.0
-    size = 2.0 * shape.parameters / layout.tensor
-    moved = all_gather(data_group(layout, device), size, messages=shape.layers)
+    size = (4.0 if layout.dtype == "fp32" else 2.0) * shape.parameters / layout.tensor
+    moved = gather_once(data_group(layout, device), size, shape.layers)
     return moved + shape.layers * gather_host(device, layout, OURS)
 
 
@@ -125,8 +123,9 @@ def score(shape: Shape, layout: Layout, device: Device, rows: int, *, stack: Sta
     if layout.tensor > 1:
         size = 2.0 * layout.tokens * shape.hidden
         computing += shape.layers * 2 * all_reduce(group(device, layout.tensor), size)
-    if layout.sharded:
+    if layout.sharded or (layout.zero == 3 and device.measured is not None):
         members = data_group(layout, device)
-        moved = all_gather(members, 2.0 * shape.parameters, messages=shape.layers * stack.gather_messages)
+        width = 4.0 if layout.dtype == "fp32" else 2.0
+        moved = gather_once(members, width * shape.parameters, shape.layers * stack.gather_messages)
         computing += moved - stack.overlap * min(moved, computing)
     return batches * computing

@@ -5,12 +5,22 @@ from dataclasses import dataclass, fields, replace
 from rlhf.plan import layer as layers
 from rlhf.plan import memory
 from rlhf.plan.collectives import Group, all_gather, all_reduce, group, send
+from rlhf.plan.efficiency import traffic
 from rlhf.plan.hardware import Device
 from rlhf.plan.layout import OURS, Layout, Stack
 from rlhf.plan.shapes import Shape
 
 STEP_HOST = 4e-3
 """Seconds of the processor for an update beside its layers: data, clipping, the optimiser's launch."""
+
+OVERFLOW_CALLS = 3
+"""For one tensor: a copy in fp32, its sum, and the copy of that to the host. Its cause is known, its time is not
+fitted."""
+
+UNPACKED_BYTES = 3.0
+"""Read and written by ZeRO++ for a gathered weight: one byte in, two out."""
+PACKED_BYTES = 3.5
+"""For a gradient: two bytes in and half of one out before the hop inside a machine, half in and half out behind it."""
 
 OUTSIDE = 0.5
 """Layers that embeddings, last norm and head are worth to ZeRO-3's hooks: about five modules of a layer's ten."""
@@ -82,6 +92,9 @@ def step(shape: Shape, layout: Layout, device: Device, stack: Stack = OURS, *, w
     step_host = STEP_HOST * device.host_scale * stack.host
     if device.measured is not None:
         step_host = device.measured.update_step
+    elif stack.serial_overflow_check and layout.zero == 0 and layout.dtype == "fp16":
+        trained_tensors = shape.layers * (12 if layout.lora else layers.TENSORS)
+        step_host += trained_tensors * OVERFLOW_CALLS * layers.HOST_CALL * stack.host * device.host_scale
     return StepTime(
         computing=n * useful, recomputing=n * again, host=n * idle + step_host,
         tensor=n * tensor, gather=n * gather, bubble=bubble, reduce=reduce,
@@ -95,6 +108,19 @@ def stack_on(device: Device, stack: Stack) -> Stack:
     if not device.is_serial:
         return stack
     return replace(stack, overlap=0.0, gradient_overlap=False, gather_overlap=False, tensor_overlap=0.0)
+
+
+def moved_bytes(weights: float, trained: float, width: float, stack: Stack) -> float:
+    """Bytes of a micro-batch's gathers and its reduction of gradients under ZeRO-3."""
+    return width * weights * stack.gathers + trained * min(stack.states.gradients, width)
+
+
+def gather_once(members: Group, size: float, messages: float) -> float:
+    """Seconds to gather `size` bytes of weights under ZeRO-3: as measured within a machine, or by its collectives."""
+    measured = members.device.measured
+    if measured is not None and members.nodes == 1:
+        return measured.sharded_seconds(size, members.ranks)
+    return all_gather(members, size, messages=messages)
 
 
 def gather_host(device: Device, layout: Layout, stack: Stack) -> float:
@@ -180,12 +206,16 @@ def data_group(layout: Layout, device: Device) -> Group:
 
 def _zero3(shape: Shape, layout: Layout, device: Device, stack: Stack, busy: float) -> float:
     """What ZeRO-3's collectives of a micro-batch add to `busy` seconds."""
+    members = data_group(layout, device)
+    width = 4.0 if layout.dtype == "fp32" else 2.0
+    if layout.zero == 3 and device.measured is not None and members.nodes == 1:
+        trained = memory.trained_parameters(shape, layout) / layout.tensor
+        size = moved_bytes(shape.parameters / layout.tensor, trained, width, stack)
+        return _overlapped(busy, device.measured.sharded_seconds(size, layout.shards), stack.overlap)
     if not layout.sharded:
         return 0.0
-    members = data_group(layout, device)
     if stack.single_card:
         members = replace(members, single_card=True)
-    width = 4.0 if layout.dtype == "fp32" else 2.0
     size = width * shape.parameters / layout.tensor
     messages = shape.layers * stack.gather_messages
     if stack.quantised_gather:
@@ -193,7 +223,9 @@ def _zero3(shape: Shape, layout: Layout, device: Device, stack: Stack, busy: flo
         inside = group(device, min(layout.shards, device.node))
         backward = all_gather(inside, size, messages=messages) * (stack.gathers - 1)
         reduce = all_gather(members, size / 4, messages=shape.layers)
-        return _overlapped(busy, forward + backward + reduce, stack.overlap)
+        weights = shape.parameters / layout.tensor
+        packing = traffic(device, weights * (stack.gathers * UNPACKED_BYTES + PACKED_BYTES))
+        return packing + _overlapped(busy, forward + backward + reduce, stack.overlap)
     near = group(device, layout.secondary) if layout.secondary else members  # hpZ
     gathers = all_gather(members, size, messages=messages)
     gathers += (stack.gathers - 1) * all_gather(near, size, messages=messages)

@@ -8,10 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from launch.cluster.session import ssh_command
 from rlhf.bench.result import read_results
+from rlhf.bench.ssh import measure_ssh
 from rlhf.plan.hardware import load_devices
+from tests import hosts as emulated
 
 pytestmark = pytest.mark.slow
+LACKING = emulated.lacking(namespaces=False)
 
 
 def rlhf(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -29,6 +33,25 @@ def hardware(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "all-gather of 2 ranks" in done.stdout and "disk, write" in done.stdout
     return path
+
+
+@pytest.mark.skipif(bool(LACKING), reason=LACKING)
+def test_ssh_is_timed_to_a_real_server_and_one_that_is_down_is_named(tmp_path: Path) -> None:
+    (tmp_path / "hosts").mkdir()
+    with emulated.loopback(tmp_path / "hosts", count=1) as hosts:
+        (name,) = hosts.names
+        found = measure_ssh([name], ssh_command, environment=hosts.environment, timeout=60, size=1 << 24)[name]
+        assert 0.005 < found["seconds"] < 20 and 1e-3 < found["gb_s"] < 50
+        hostfile = tmp_path / "hostfile"
+        hostfile.write_text("alias2 slots=1\nnowhere.invalid slots=1\n")
+        done = subprocess.run(
+            [sys.executable, "-m", "rlhf.cli", "bench", "machine", "--name", "mine", "--out",
+             str(tmp_path / "mine.yaml"), "--hostfile", str(hostfile)],
+            capture_output=True, text=True, timeout=120, check=False, env=hosts.environment,
+        )  # fmt: skip
+    assert done.returncode == 2 and not (tmp_path / "mine.yaml").exists()
+    assert done.stderr.startswith("rlhf bench: host nowhere.invalid: `ssh ... nowhere.invalid true` ended with exit")
+    assert len(done.stderr.splitlines()) == 1, done.stderr
 
 
 def test_the_machine_is_one_that_a_plan_can_be_made_for(hardware: Path) -> None:

@@ -29,7 +29,8 @@ def measured(**changes: Any) -> Measured:
     values: dict[str, Any] = {
         "products": {"fp32": [[64, 64, 64, 1.0, 0.5]]}, "attention": {"fp32": [[32, 0.5, 0.25]]},
         "pointwise": [[64, 1e9]], "optimizer_gb_s": 1e9, "update_layer": 0.01, "update_step": 0.1,
-        "gather_layer": {"1": 1e-9}, "score_layer": 0.001,
+        "gather_layer": {"1": 1e-9}, "gather_gb_s": {"1": 1e9}, "sharded_optimizer_gb_s": {"1": 1e9},
+        "score_layer": 0.001,
         "score_pass": 0.002, "decode_layer": 0.003, "decode_token": 0.004,
         "draw_logit": 1e-6, "process_gb": 0.5,
     }  # fmt: skip
@@ -85,15 +86,33 @@ def test_a_decoding_step_adds_up(make_device: Any) -> None:
     assert seconds == pytest.approx(2 * (products + 0.003) + head + 0.004 + 8 * 128e-6, rel=1e-6)
 
 
-def test_zero3_adds_its_hooks_and_what_is_gathered(make_device: Any) -> None:
-    """Two layers and the half that is outside of them, 0.2 s each; two gathers of 4 bytes a weight and a scatter."""
-    found = measured(gather_layer={"1": 0.1, "2": 0.2}, collectives={"2": Collective(latency=1e-3, gb_s=1e-3)})
+def test_zero3_adds_its_hooks_and_what_it_moves(make_device: Any) -> None:
+    """Two layers and the half that is outside of them, 0.2 s each; two gathers of 4 bytes a weight and their reduction,
+    at 1 GB/s alone and 0.5 by two; Adam, on half of the weights, at 2 GB/s. Collectives are in these rates."""
+    found = measured(
+        gather_layer={"1": 0.1, "2": 0.2}, gather_gb_s={"1": 1.0, "2": 0.5},
+        sharded_optimizer_gb_s={"1": 3.0, "2": 2.0}, optimizer_gb_s=8.0,
+        collectives={"2": Collective(latency=9.0, gb_s=1e-9)},
+    )  # fmt: skip
     device = make_device(architecture="cpu", peak_tflops={"fp32": 1.0}, measured=found, bandwidth_gb_s=1e12)
     plain = step(SHAPE, Layout(gpus=2, length=32, zero=0, dtype="fp32"), device)
     sharded = step(SHAPE, Layout(gpus=2, length=32, zero=3, dtype="fp32"), device)
     assert sharded.host - plain.host == pytest.approx(2.5 * 0.2)
-    moved = 4 * SHAPE.parameters / 2 / 1e6
-    assert sharded.gather == pytest.approx(2 * (2 * 1e-3 + moved) + 1e-3 + moved / 2, rel=1e-6)
+    moved = 4 * 2 * SHAPE.parameters + 2 * SHAPE.parameters  # gradients in the two bytes of OURS
+    assert sharded.gather == pytest.approx(moved / 0.5e9, rel=1e-6)
+    assert plain.optimizer == pytest.approx(optimizer_bytes(SHAPE.parameters, OURS) / 8e9)
+    assert sharded.optimizer == pytest.approx(optimizer_bytes(SHAPE.parameters / 2, OURS) / 2e9)
+    alone = step(SHAPE, Layout(gpus=1, length=32, zero=3, dtype="fp32"), device)
+    assert alone.gather == pytest.approx(moved / 1e9) and alone.reduce == 0.0
+    assert alone.optimizer == pytest.approx(optimizer_bytes(SHAPE.parameters, OURS) / 3e9)
+
+
+def test_zero3_over_machines_pays_for_its_collectives(make_device: Any) -> None:
+    found = measured(gather_gb_s={"1": 1e9, "2": 1e9}, gather_layer={"2": 1e-12})
+    device = make_device(architecture="cpu", peak_tflops={"fp32": 1.0}, measured=found, bandwidth_gb_s=1e12, node=2,
+                         nics=1, nic_gbit_s=8)  # fmt: skip
+    inside, over = (step(SHAPE, Layout(gpus=gpus, length=32, zero=3, dtype="fp32"), device).gather for gpus in (2, 4))
+    assert inside < 1e-9 < all_gather(group(device, 4), 4 * SHAPE.parameters) < over
 
 
 def test_pointwise_operations_and_the_optimiser_take_their_measured_rates(make_device: Any) -> None:
@@ -127,11 +146,11 @@ def test_nothing_hides_the_sum_of_gradients_on_a_processor(make_device: Any) -> 
 
 
 def test_gathering_for_a_rollout_takes_its_hooks_and_its_bytes(make_device: Any) -> None:
-    """Half of what ZeRO-3 adds to an update, for two layers; 2 bytes a weight, half of them from the other rank."""
-    found = measured(gather_layer={"1": 0.1, "2": 0.2}, collectives={"2": Collective(latency=1e-3, gb_s=1e-3)})
+    """Half of what ZeRO-3 adds to an update, for two layers; 4 bytes a weight at the rate of two ranks."""
+    found = measured(gather_layer={"1": 0.1, "2": 0.2}, gather_gb_s={"1": 1.0, "2": 0.5})
     device = make_device(architecture="cpu", peak_tflops={"fp32": 1.0}, measured=found)
     seconds = gather(SHAPE, Layout(gpus=2, length=32, zero=3, dtype="fp32"), device)
-    assert seconds == pytest.approx(2 * 0.1 + 2 * 1e-3 + 2 * SHAPE.parameters / 2 / 1e6)
+    assert seconds == pytest.approx(2 * 0.1 + 4 * SHAPE.parameters / 0.5e9)
 
 
 def test_a_process_takes_what_it_was_measured_to_take(make_device: Any) -> None:
@@ -149,6 +168,17 @@ def test_a_forward_pass_without_gradients_adds_up(make_device: Any) -> None:
     layer = 2 * 128 * (64 * 192 + 64 * 64 + 2 * 64 * 256) / 1e12 + 4 * 4 * 32 * 32 * 64 / 2 / 0.5e12
     seconds = score(SHAPE, layout, device, 8, head=False)
     assert seconds == pytest.approx(2 * (2 * (layer + 0.001) + 0.002), rel=1e-6)
+
+
+def test_a_forward_pass_under_zero3_gathers_its_weights(make_device: Any) -> None:
+    """Twice, for 8 rows in batches of 4: half a layer's hooks, and 4 bytes a weight at 1 GB/s."""
+    found = measured(gather_layer={"1": 0.1}, gather_gb_s={"1": 1.0})
+    device = make_device(architecture="cpu", peak_tflops={"fp32": 1.0}, measured=found, bandwidth_gb_s=1e12)
+    plain, sharded = (
+        score(SHAPE, Layout(gpus=1, length=32, micro_batch=4, zero=zero, dtype="fp32"), device, 8, head=False)
+        for zero in (0, 3)
+    )
+    assert sharded - plain == pytest.approx(2 * (2 * 0.05 + 4 * SHAPE.parameters / 1e9))
 
 
 def test_collectives_of_a_machine_are_the_measured_ones(make_device: Any) -> None:
@@ -185,6 +215,8 @@ def test_a_file_gives_back_what_was_measured(tmp_path: Path) -> None:
     "changes",
     [{"decode_layer": 0.0}, {"nonsense": 1}, {"products": {"fp32": [[1, 2, 3]]}}, {"attention": 7},
      {"collectives": {"2": {"latency": 1.0}}}, {"collectives": {"2": {"latency": 0.0, "gb_s": 1.0}}},
+     {"gather_gb_s": {}}, {"sharded_optimizer_gb_s": {2: 0}}, {"ssh": {"a": {"seconds": 1.0}}},
+     {"ssh": {"a": {"seconds": 1.0, "gb_s": -1.0}}},
      {"gather_layer": {1: -1.0}}, {"gather_layer": {}}, {"gather_layer": {0: 1.0}}, {"disk": {"read_gb_s": "x"}},
      {"update_step": float("nan")}, {"score_pass": "fast"}],
 )  # fmt: skip

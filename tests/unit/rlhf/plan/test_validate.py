@@ -138,6 +138,7 @@ def test_goals_that_are_reached_stay_reached() -> None:
     groups = {(g.name, g.kind): g for g in found.groups}
     for key in (
         ("MosaicML MPT", "time"), ("BigScience tr11", "time"), ("Lambda step 1", "time"), ("InternEvo", "time"),
+        ("Lambda step 2", "time"), ("Lambda ratios", "time"),
         ("Megatron SC21, table 2", "time"), ("torchtitan", "time"), ("Megatron-Bridge", "time"),
         ("all unfitted", "memory"), ("all unfitted", "scaling"),
     ):  # fmt: skip

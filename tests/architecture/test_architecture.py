@@ -237,7 +237,7 @@ def test_every_recipe_parses(folder: str) -> None:
     recipe = load_recipe(find_recipe(folder))
     assert recipe.name == folder
     files = {path.name for path in (RECIPES / folder).glob("*.yaml")}
-    for stage in ("sft", "reward", "ppo"):
+    for stage in recipe.stage_names:
         config = read_stage_config(stage, RECIPES / folder / f"{stage}.yaml", _fed(recipe, stage))
         names = config.deepspeed if isinstance(config.deepspeed, str) else vars(config.deepspeed).values()
         for name in [names] if isinstance(names, str) else names:

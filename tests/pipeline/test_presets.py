@@ -11,7 +11,7 @@ from tests.cut_recipe import cut
 
 pytestmark = pytest.mark.slow
 
-RANKS = {"quick_prototype": 2, "production_throughput": 2, "extreme_scale": 4, "frontier_175b": 8}
+RANKS = {"quick_prototype": 2, "production_throughput": 4, "extreme_scale": 4, "frontier_175b": 8, "frontier_1t": 8}
 """Processes: what the groups of ranks, cut to two, take together."""
 
 

@@ -17,7 +17,7 @@ from launch.recipe import (
 )
 from rlhf.cli import main
 
-PRESETS = ("quick_prototype", "production_throughput", "extreme_scale", "frontier_175b")
+PRESETS = ("quick_prototype", "production_throughput", "extreme_scale", "frontier_175b", "frontier_1t")
 REPOSITORY = Path(__file__).resolve().parents[3]
 DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 

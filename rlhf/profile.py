@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
@@ -24,7 +24,7 @@ def profiled(folder: Path) -> Iterator[None]:
     A block that fails writes nothing.
     """
     on_cpu = distributed.device_type() == "cpu"
-    activities = {ProfilerActivity.CPU} if on_cpu else supported_activities()
+    activities = {ProfilerActivity.CPU} if on_cpu else cast(Any, supported_activities)()
     with profile(activities=activities) as profiler:
         started = time.perf_counter()
         yield

@@ -28,5 +28,5 @@ def test_a_preset_runs(name: str, tmp_path: Path) -> None:
     assert summary["stages"] and all(stage["status"] == "done" for stage in summary["stages"].values())
     for stage in summary["stages"]:
         lines = [json.loads(line) for line in (out / stage / "metrics.jsonl").read_text().splitlines()]
-        steps = [line for line in lines if "train/loss" in line or "ppo/policy_loss" in line]
+        steps = [line for line in lines if "train/loss" in line or "policy/loss" in line]
         assert len(steps) == 2, [sorted(line) for line in lines]

@@ -18,7 +18,7 @@ setup(
     package_data={
         "rlhf": ["*.html", "*.md", "*.jinja", "py.typed", "plan/data/*"],
         "ds_configs": ["*.json", "*.md"],
-        "launch": ["recipes/*/*.yaml", "hostfiles/*", "slurm/*", "*.sh"],
+        "launch": ["recipes/*/*.yaml", "env/*", "hostfiles/*", "slurm/*", "*.sh"],
     },
     install_requires=[
         "accelerate>=1.10,<2",

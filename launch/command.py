@@ -24,7 +24,10 @@ from launch.start_rank import ASK_RANK_0
 NO_HOSTFILE = "/dev/null"
 """`--hostfile` of a run on this machine: not a regular file, so deepspeed reads none, /job/hostfile included."""
 
-CARRIED_PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_", "DS_", "OMP_", "RLHF_")
+CARRIED_PREFIXES = (
+    "NCCL_", "RCCL_", "GLOO_", "FI_", "HSA_", "MIOPEN_", "TORCH_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_",
+    "DS_", "OMP_", "RLHF_",
+)  # fmt: skip
 """Variables of this shell that remote ranks get too."""
 
 _CARRIED_BY_DEEPSPEED = ("PYTHON", "MLFLOW", "MV2", "UCX")
@@ -178,7 +181,7 @@ def remote_variables(
     carried: dict[str, str] = {}
     places: dict[str, str] = {}
     for path in files:
-        for number, name, value in _assignments(path):
+        for number, name, value in assignments(path):
             carried[name], places[name] = value, f"{path}:{number}: "
     for name in sorted(environment):
         if name.startswith(prefixes) or name in recipe:
@@ -197,8 +200,12 @@ def remote_variables(
     return carried
 
 
-def _assignments(path: Path) -> Iterator[tuple[int, str, str]]:
-    """Line number, name and value of NAME=value lines; what follows the first `=` is the value, blanks inside kept."""
+def assignments(path: Path) -> Iterator[tuple[int, str, str]]:
+    """Line number, name and value of NAME=value lines; what follows the first `=` is the value, blanks inside kept.
+
+    Raises:
+        CommandError: the file cannot be read, or a line is no assignment.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

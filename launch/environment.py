@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from launch import command
-from launch.placement import Placement
+from launch.placement import DEVICE_VARIABLES, Placement
 from launch.plan import Plan
 
 
@@ -22,7 +22,8 @@ def launcher_environment(
     """
     environment = {**plan.environment, **variables}
     if not placement.is_remote:
-        environment.pop("CUDA_VISIBLE_DEVICES", None)  # its devices are in --include or --num_gpus
+        for name in DEVICE_VARIABLES:
+            environment.pop(name, None)  # its devices are in --include or --num_gpus
         return environment
     by_pdsh = placement.launcher == "pdsh"
     carried = command.remote_variables(

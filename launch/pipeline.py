@@ -110,6 +110,9 @@ def _dry_run(plan: Plan, options: RunOptions, console: Console) -> None:
     say(f"{plan.placement}, seed {plan.seed}, folder {plan.run_dir}")
     if plan.placement.is_remote:
         say(f"hostfile {plan.placement.hostfile}: {', '.join(map(str, plan.placement.hosts))}")
+    for name, value in plan.recipe.environment.items():
+        own = plan.environment[name]
+        say(f"{name}={own}" + ("" if own == value else f"  (of the shell; the recipe has {value})"))
     decisions, problems = decide_all(plan, options, contents=False)
     finished = [name for name, decision in decisions.items() if decision.action == "skip"]
     problems += preflight.check(

@@ -9,7 +9,11 @@ from pathlib import Path
 from launch.hostfile import Host, filter_hosts, is_local, read_hostfile
 
 LAUNCHERS = ("pdsh", "openmpi", "slurm")
+DEVICE_VARIABLES = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+"""What chooses devices of a rank. HIP reads its own first, CUDA the second alone."""
 _ACCELERATOR_FILES = ("nvidia[0-9]*", "kfd", "dxg", "davinci[0-9]*", "accel/accel*", "dri/renderD*")
+_AMD_FILE = "kfd"
+_AMD_NODES = "class/kfd/kfd/topology/nodes"
 
 
 class PlacementError(ValueError):
@@ -82,7 +86,7 @@ def place(
         flags: of the command line.
         deployment: of the recipe.
         default_num_gpus: ranks on this machine when no flag says otherwise.
-        environment: of the launcher; CUDA_VISIBLE_DEVICES and DS_ACCELERATOR are read.
+        environment: of the launcher; DEVICE_VARIABLES and DS_ACCELERATOR are read.
         devices: folder of device files.
 
     Raises:
@@ -100,7 +104,7 @@ def place(
     hosts = filter_hosts(listed, include=flags.include, exclude=flags.exclude)
     _check_deployment(deployment, listed, hosts, flags.hostfile)
     if accelerator_visible(environment, devices):
-        _check_visible(hosts, environment)
+        _check_visible(hosts, environment, devices)
     if flags.num_gpus is not None:
         for host in hosts:
             if flags.num_gpus > len(host.slots):
@@ -173,25 +177,25 @@ def _check_deployment(deployment: str, listed: Sequence[Host], hosts: Sequence[H
         )
 
 
-def _check_visible(hosts: Sequence[Host], environment: Mapping[str, str]) -> None:
+def _check_visible(hosts: Sequence[Host], environment: Mapping[str, str], devices: Path) -> None:
     """deepspeed sets CUDA_VISIBLE_DEVICES to the slots on each host, whatever it was here."""
-    allowed = visible_devices(environment)
+    allowed, name = visible_devices(environment, devices), device_variable(environment, devices)
     for host in hosts:
         hidden = sorted(set(host.slots) - set(allowed if allowed is not None else host.slots))
         if hidden:
             raise PlacementError(
-                f"CUDA_VISIBLE_DEVICES={environment['CUDA_VISIBLE_DEVICES']} hides slots {hidden} of {host}. With a "
-                "hostfile the slots decide: unset the variable, or choose slots with --include."
+                f"{name}={environment[name]} hides slots {hidden} of {host}. With a hostfile the slots decide: unset "
+                "the variable, or choose slots with --include."
             )
 
 
 def _place_here(
     flags: PlacementFlags, *, default_num_gpus: int, environment: Mapping[str, str], devices: Path
 ) -> Placement:
-    allowed = visible_devices(environment) if accelerator_visible(environment, devices) else None
+    allowed = visible_devices(environment, devices) if accelerator_visible(environment, devices) else None
     if flags.include or flags.exclude:
         flag, text = ("--include", flags.include) if flags.include else ("--exclude", flags.exclude)
-        slots = allowed or tuple(range(count_devices(devices)))
+        slots = allowed or tuple(range(count_devices(environment, devices)))
         if not slots:
             raise PlacementError(
                 f"{flag} {text} names accelerators, but none is visible on this machine and no --hostfile is given. "
@@ -204,10 +208,10 @@ def _place_here(
         return _here(tuple(range(num_gpus)), whole=True, flags=flags)
     # deepspeed deletes CUDA_VISIBLE_DEVICES when --num_gpus is given, so the devices are named one by one.
     if num_gpus > len(allowed):
+        name = device_variable(environment, devices)
         raise PlacementError(
-            f"{num_gpus} ranks are wanted on this machine, but CUDA_VISIBLE_DEVICES="
-            f"{environment['CUDA_VISIBLE_DEVICES']} shows {len(allowed)}. Pass --num_gpus {len(allowed)}, or "
-            "make more visible."
+            f"{num_gpus} ranks are wanted on this machine, but {name}={environment[name]} shows {len(allowed)}. Pass "
+            f"--num_gpus {len(allowed)}, or make more visible."
         )
     return _here(allowed[:num_gpus], whole=False, flags=flags)
 
@@ -226,29 +230,60 @@ def accelerator_visible(environment: Mapping[str, str], devices: Path = Path("/d
     """Whether a rank started with this environment can see an accelerator, judged by device files, without torch."""
     if environment.get("DS_ACCELERATOR"):
         return environment["DS_ACCELERATOR"] != "cpu"
-    if environment.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
+    if environment.get(device_variable(environment, devices), "0").strip() in ("", "-1"):
         return False
     return any(any(devices.glob(pattern)) for pattern in _ACCELERATOR_FILES)
 
 
-def count_devices(devices: Path = Path("/dev")) -> int:
-    """Number of NVIDIA devices of this machine; 0 when there is none or they are of another make."""
-    return sum(1 for path in devices.glob("nvidia[0-9]*") if re.fullmatch(r"nvidia\d+", path.name))
+def count_devices(
+    environment: Mapping[str, str], devices: Path = Path("/dev"), system: Path = Path("/sys")
+) -> int:  # fmt: skip
+    """Number of NVIDIA devices or AMD dies (two GCDs on an MI250X) that ranks here can choose from.
+
+    What torch counts is found by `rlhf check`, whose probe asks it; a launcher does not import torch.
+
+    Args:
+        environment: of the launcher; ROCR_VISIBLE_DEVICES, which Slurm sets, leaves so many and numbers them anew.
+        devices: folder of device files.
+        system: where the kernel shows devices.
+
+    Returns:
+        0 when there are none, or of another make.
+    """
+    nvidia = sum(1 for path in devices.glob("nvidia[0-9]*") if re.fullmatch(r"nvidia\d+", path.name))
+    amd = sum(map(_is_amd_device, system.glob(f"{_AMD_NODES}/*/gpu_id")))
+    chosen = [name for name in environment.get("ROCR_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return nvidia or (min(amd, len(chosen)) if chosen else amd)
 
 
-def visible_devices(environment: Mapping[str, str]) -> tuple[int, ...] | None:
-    """Device numbers of CUDA_VISIBLE_DEVICES; None when it is not set.
+def _is_amd_device(path: Path) -> bool:
+    """A node of the driver's topology is a processor with gpu_id 0, or a die that this user, or container, may use."""
+    try:
+        return int(path.read_text(encoding="ascii")) != 0
+    except (OSError, ValueError):
+        return False
+
+
+def device_variable(environment: Mapping[str, str], devices: Path = Path("/dev")) -> str:
+    """The one of DEVICE_VARIABLES that chooses devices on this machine."""
+    hip, cuda = DEVICE_VARIABLES
+    return hip if hip in environment and (devices / _AMD_FILE).exists() else cuda
+
+
+def visible_devices(environment: Mapping[str, str], devices: Path = Path("/dev")) -> tuple[int, ...] | None:
+    """Device numbers that DEVICE_VARIABLES leave; None when they leave all.
 
     Raises:
-        PlacementError: it holds names (GPU-..., MIG-...), which deepspeed cannot pass on.
+        PlacementError: they are names (GPU-..., MIG-...), which deepspeed cannot pass on.
     """
-    text = environment.get("CUDA_VISIBLE_DEVICES", "").strip()
+    name = device_variable(environment, devices)
+    text = environment.get(name, "").strip()
     if not text:
         return None
     if not re.fullmatch(r"\d+(\s*,\s*\d+)*", text):
         raise PlacementError(
-            f"CUDA_VISIBLE_DEVICES={text}: the deepspeed launcher understands device numbers only. Set it to numbers, "
-            "for example 0,1."
+            f"{name}={text}: the deepspeed launcher understands device numbers only. Set it to numbers, for example "
+            "0,1."
         )
     return tuple(int(number) for number in text.split(","))
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch import command, placement
+from launch.env_files import with_environment_files
 from launch.hostfile import HostfileError
 from launch.placement import Placement, PlacementError, PlacementFlags
 from launch.recipe import Recipe, RecipeError, Stage, find_recipe, load_recipe, resolve_stages
@@ -34,6 +35,8 @@ class RunOptions:
     seed: int | None = None
     stages: tuple[str, ...] = ()
     data: str | None = None
+    environment: tuple[str, ...] | None = None
+    """Files in place of the recipe's `environment_files`; None: the recipe's."""
     check: bool = True
     """Machines of a hostfile are checked before the first stage."""
     overrides: tuple[str, ...] = ()
@@ -62,8 +65,8 @@ def make_plan(options: RunOptions, environment: Mapping[str, str] | None = None)
     problems: list[str] = []
     try:
         recipe_path = find_recipe(options.recipe)
-        recipe = load_recipe(recipe_path)
-    except RecipeError as error:
+        recipe = with_environment_files(load_recipe(recipe_path), options.environment)
+    except (RecipeError, command.CommandError) as error:
         raise PlanError(str(error)) from None
     run_dir = (options.out or Path("runs") / recipe.name).absolute()
     stages, where = [], None

@@ -379,10 +379,10 @@ def _machine_problems(
             "DS_ACCELERATOR=cpu, or CUDA_VISIBLE_DEVICES is empty). Run it where there are some, or take a CPU recipe.",
             here=True,
         )
-    elif not on_cpu and 0 < count_devices() < placement.world_size and placement.num_gpus is not None:
+    elif not on_cpu and 0 < (count := count_devices(environment)) < placement.world_size and placement.num_gpus:
         yield Problem(
-            f"{placement.world_size} ranks are wanted, but this machine has {count_devices()} accelerators. Pass "
-            f"--num_gpus {count_devices()}.",
+            f"{placement.world_size} ranks are wanted, but this machine has {count} accelerators. Pass "
+            f"--num_gpus {count}.",
             here=True,
         )
     port = placement.master_port

@@ -92,6 +92,8 @@ class Recipe:
     """False: the recipe is meant to run on CPUs too."""
     environment: dict[str, str] = field(default_factory=dict)
     """Variables of every rank; one that is set in the shell takes precedence."""
+    environment_files: list[str] = field(default_factory=list)
+    """Files of further variables, for a kind of machine: names in launch/env, or paths."""
     stages: StageEntries
     """The stages."""
 

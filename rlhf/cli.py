@@ -97,6 +97,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", metavar="PATH", help="data.root of every stage")
     parser.add_argument("--stages", nargs="+", choices=("sft", "reward", "ppo"), default=[], help="run only these")
     _add_where(parser)
+    _add_environment(parser)
     parser.add_argument("--no-check", action="store_true", help="do not check the machines of the hostfile first")
     group = parser.add_argument_group("again")
     group.add_argument(
@@ -128,12 +129,24 @@ def _add_where(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--launcher_args", default="", metavar="ARGS", help="more arguments of pdsh, mpirun or srun")
 
 
+def _add_environment(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--environment", nargs="*", metavar="NAME|FILE",
+        help="variables of the ranks, of launch/env or a .env file, in place of the recipe's files; nothing: none",
+    )  # fmt: skip
+
+
+def _files(arguments: argparse.Namespace) -> tuple[str, ...] | None:
+    return None if arguments.environment is None else tuple(arguments.environment)
+
+
 def _add_check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, nargs="?", metavar="DIR", help="model folder with a manifest.json")
     parser.add_argument("--recipe", metavar="NAME|PATH", help="recipe, its folder or its pipeline.yaml")
     parser.add_argument("--out", type=Path, metavar="DIR", help="run folder (default: runs/<recipe>)")
     parser.add_argument("--data", metavar="PATH", help="data.root of every stage")
     _add_where(parser)
+    _add_environment(parser)
     group = parser.add_argument_group("links")
     group.add_argument("--no-links", action="store_true", help="do not time all-reduce and all-gather")
     group.add_argument("--link-mib", type=int, metavar="N", help="size of the tensors (default: 64; CPU: 8)")
@@ -181,6 +194,7 @@ def _run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
             recipe=arguments.recipe,
             out=arguments.out,
             placement=_where(arguments),
+            environment=_files(arguments),
             check=not arguments.no_check,
             resume=arguments.resume is not None,
             resume_weights_only=arguments.resume == "weights",
@@ -232,7 +246,13 @@ def _check(arguments: argparse.Namespace, _rest: Sequence[str]) -> int:
     from launch.plan import RunOptions
 
     return check_recipe(
-        RunOptions(recipe=arguments.recipe, out=arguments.out, data=arguments.data, placement=_where(arguments)),
+        RunOptions(
+            recipe=arguments.recipe,
+            out=arguments.out,
+            data=arguments.data,
+            placement=_where(arguments),
+            environment=_files(arguments),
+        ),  # fmt: skip
         CheckOptions(
             links=not arguments.no_links,
             link_mib=arguments.link_mib,

@@ -158,7 +158,8 @@ def accelerator_name() -> str | None:
     kind = device_type()
     if kind == "cpu":
         return None
-    return torch.cuda.get_device_name(device()) if kind == "cuda" else kind
+    name = getattr(torch.get_device_module(kind), "get_device_name", None)
+    return kind if name is None else str(name(device()))
 
 
 def device() -> torch.device:

@@ -4,9 +4,9 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, supported_activities
 
 from rlhf import artifacts, distributed
 
@@ -23,12 +23,8 @@ def profiled(folder: Path) -> Iterator[None]:
 
     A block that fails writes nothing.
     """
-    device = distributed.device_type()
-    activities = [ProfilerActivity.CPU]
-    if device == "cuda":
-        activities.append(ProfilerActivity.CUDA)
-    elif device == "xpu":
-        activities.append(ProfilerActivity.XPU)
+    on_cpu = distributed.device_type() == "cpu"
+    activities = {ProfilerActivity.CPU} if on_cpu else cast(Any, supported_activities)()
     with profile(activities=activities) as profiler:
         started = time.perf_counter()
         yield

@@ -87,7 +87,7 @@ def _own_masks(module: nn.Module, device: torch.device, dropout: float) -> Itera
         return
     seed = int(torch.randint(1 << 62, ()).item()) + stream
     devices = [] if device.type == "cpu" else [device]
-    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+    with torch.random.fork_rng(devices, device_type=device.type):
         torch.manual_seed(seed)
         yield
 

@@ -479,8 +479,8 @@ def _assign(weight: nn.Parameter, values: Tensor) -> None:
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
     """Seed torch's generators and put them back afterwards."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    devices = [torch.accelerator.current_device_index()] if accelerator else []
-    with torch.random.fork_rng(devices, device_type=accelerator.type if accelerator else "cuda"):
+    kind = device_type()
+    devices = [] if kind == "cpu" else [torch.accelerator.current_device_index()]
+    with torch.random.fork_rng(devices, device_type=kind):
         torch.manual_seed(seed)
         yield

@@ -42,7 +42,7 @@ def _add_work(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--reward", default="opt-350m", metavar="MODEL", help="reward model and critic (opt-350m)")
     parser.add_argument("--gpus", type=int, metavar="N", help="devices in all (default: the recipe's)")
     parser.add_argument("--hardware", type=Path, metavar="FILE", help="YAML that adds devices or replaces some")
-    parser.add_argument("--steps", default="1,2,3", metavar="N,N", help="which of the three steps (default: all)")
+    parser.add_argument("--steps", metavar="N,N", help="which of the three steps (default: all there are)")
     group = parser.add_argument_group("with --actor")
     group.add_argument("--prompt", type=int, default=256, metavar="N", help="tokens of a prompt (256)")
     group.add_argument("--response", type=int, default=256, metavar="N", help="tokens of a response (256)")

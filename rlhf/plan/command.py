@@ -54,7 +54,8 @@ def main(arguments: argparse.Namespace, sources: Sources) -> int:
     try:
         if arguments.plan_command == "validate":
             return _validate(arguments, console)
-        setting, numbers = _setting(arguments, sources), _numbers(arguments.steps)
+        setting = _setting(arguments, sources)
+        numbers = _numbers(arguments.steps, setting)
         if arguments.plan_command == "compare":
             return _compare(arguments, console, setting, numbers)
         if arguments.plan_command == "scale":
@@ -83,6 +84,8 @@ def _plan(
 
 
 def _emit(arguments: argparse.Namespace, console: Console, setting: Setting, sources: Sources) -> None:
+    if setting.steps != (1, 2, 3):
+        raise ValueError(f"--emit writes three stages, and {setting.name} has not all of them. Take another recipe.")
     if arguments.recipe is not None:
         template = Template(folder=sources.recipe_folder(arguments.recipe))
     else:
@@ -120,11 +123,17 @@ def _scale(arguments: argparse.Namespace, console: Console, setting: Setting, nu
     return 0
 
 
-def _numbers(text: str) -> list[int]:
+def _numbers(text: str | None, setting: Setting) -> list[int]:
+    if text is None:
+        return list(setting.steps)
     words = text.split(",")
     if not set(words) <= {"1", "2", "3"}:
         raise ValueError(f"--steps {text!r} is not made of 1, 2 and 3 with commas between.")
-    return sorted({int(word) for word in words})
+    numbers = sorted({int(word) for word in words})
+    missing = [number for number in numbers if number not in setting.steps]
+    if missing:
+        raise ValueError(f"--steps {text}: {setting.name} has no step {', '.join(map(str, missing))}. Leave it out.")
+    return numbers
 
 
 def _setting(arguments: argparse.Namespace, sources: Sources) -> Setting:

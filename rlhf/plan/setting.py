@@ -64,6 +64,8 @@ class Setting:
     sft: Training
     preference: Training
     ppo: Policy
+    steps: tuple[int, ...] = (1, 2, 3)
+    """Those there are; what stands for another is not planned."""
 
     @property
     def length(self) -> int:
@@ -167,22 +169,23 @@ def from_recipe(
     name: str, stages: Configs, device: Device, gpus: int, *, load: Callable[[str], Mapping[str, Any]],
     choices: Choices | None = None,
 ) -> Setting:  # fmt: skip
-    """A setting from the resolved configs of a recipe's three stages, as mappings.
+    """A setting from the resolved configs of a recipe's stages, as mappings.
 
     Args:
         name: of the recipe.
-        stages: "sft", "reward", "ppo" -> config.
+        stages: "sft", "reward", "ppo" -> config; the last two may be missing.
         device: where it runs.
         gpus: devices in all.
         load: reads a DeepSpeed JSON by name.
         choices: rows, which a recipe does not hold.
 
     Raises:
-        ValueError: a stage is missing, or its model is not known.
+        ValueError: step 1 is missing, or a stage's model is not known.
     """
-    missing = [stage for stage in ("sft", "reward", "ppo") if stage not in stages]
-    if missing:
-        raise ValueError(f"recipe {name} has no {', '.join(missing)}: a plan is made for all three stages.")
+    if "sft" not in stages:
+        raise ValueError(f"recipe {name} has no sft: step 1 says which model a plan is made for.")
+    steps = tuple(number for number, stage in enumerate(("sft", "reward", "ppo"), start=1) if stage in stages)
+    stages = {**_stand_ins(stages["sft"]), **stages}
     rows = choices or Choices()
     sft, preference, ppo = stages["sft"], stages["reward"], stages["ppo"]
     actor = _model(sft)
@@ -225,7 +228,7 @@ def from_recipe(
     }
     per_step = int(rollout["prompts_per_step"]) * int(rollout["samples_per_prompt"])
     return Setting(
-        name=name, actor=actor, reward=reward, device=device, gpus=gpus, prompt=prompt, response=response,
+        name=name, actor=actor, reward=reward, device=device, gpus=gpus, prompt=prompt, response=response, steps=steps,
         sft=Training(layout=layout(sft, sft["model"], sft["deepspeed"], int(sft["global_batch_size"]), sft["optim"]),
                      rows=rows.demonstrations, epochs=float(sft["epochs"])),
         preference=Training(layout=layout(preference, preference["model"], preference["deepspeed"],
@@ -238,6 +241,17 @@ def from_recipe(
             hybrid=_gathered_whole(rollout, actor, device),
         ),
     )  # fmt: skip
+
+
+def _stand_ins(sft: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Configs for stages that a recipe has not: step 1's, in the form of steps 2 and 3."""
+    roles, batch = ("actor", "critic", "reference", "reward"), sft["global_batch_size"]
+    ppo = {
+        "data": sft["data"], "deepspeed": dict.fromkeys(roles, sft["deepspeed"]), **dict.fromkeys(roles, sft["model"]),
+        "rollout": {"prompts_per_step": batch, "samples_per_prompt": 1, "batch_size": 1},
+        "update": {"minibatch_size": batch, "epochs": 1}, "max_steps": 1,
+    }  # fmt: skip
+    return {"reward": {**sft, "model": {**sft["model"], "path": FED}}, "ppo": ppo}
 
 
 def dtype_of(ds: Mapping[str, Any]) -> str:

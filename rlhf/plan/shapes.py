@@ -261,7 +261,7 @@ def find_shape(name: str) -> Shape:
     Raises:
         ValueError: nothing of that name, or the config's family is not known.
     """
-    short = name.lower().rsplit("/", 1)[-1].replace("llama-2-", "llama2-").replace("llama-3-", "llama3-")
+    short = name.lower().rsplit("/", 1)[-1].replace("llama-2-", "llama2-").replace("llama-3", "llama3")
     short = short.replace("llama3.1-", "llama3-").replace("meta-llama3", "llama3").removesuffix("-hf")
     if short in MODELS:
         return MODELS[short]

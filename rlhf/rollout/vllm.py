@@ -251,7 +251,7 @@ def _undisturbed() -> Iterator[None]:
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
     devices = [] if distributed.device_type() == "cpu" else [torch.accelerator.current_device_index()]
     try:
-        with torch.random.fork_rng(devices, device_type=distributed.device_type() if devices else "cuda"):
+        with torch.random.fork_rng(devices, device_type=distributed.device_type()):
             yield
     finally:
         random.setstate(python_state)

@@ -4,8 +4,16 @@ from pathlib import Path
 
 import pytest
 
+from launch.environment import launcher_environment
 from launch.hostfile import HostfileError
-from launch.placement import PlacementError, PlacementFlags, accelerator_visible, place, port_is_free
+from launch.placement import (
+    PlacementError,
+    PlacementFlags,
+    accelerator_visible,
+    count_devices,
+    place,
+    port_is_free,
+)
 from launch.plan import RunOptions, make_plan
 from rlhf.host import free_port
 
@@ -143,6 +151,51 @@ def test_accelerator_visible(gpus: Path, tmp_path: Path) -> None:
     assert not accelerator_visible({"DS_ACCELERATOR": "cpu"}, gpus)
     assert not accelerator_visible({"CUDA_VISIBLE_DEVICES": ""}, gpus)
     assert accelerator_visible({"DS_ACCELERATOR": "cuda"}, tmp_path / "nothing")
+
+
+@pytest.fixture
+def gcds(tmp_path: Path) -> tuple[Path, Path]:
+    """A machine of two MI250X: two processors and four dies in the driver's topology, one of which is another job's."""
+    devices, nodes = tmp_path / "amd", tmp_path / "sys" / "class" / "kfd" / "kfd" / "topology" / "nodes"
+    (devices / "dri").mkdir(parents=True)
+    for name in ("kfd", "dri/renderD128", "dri/renderD129", "dri/renderD130", "dri/renderD131"):
+        (devices / name).touch()
+    for number, gpu_id in enumerate(["0", "0", "4121", "23018", "51771", "7713"]):
+        (nodes / str(number)).mkdir(parents=True)
+        (nodes / str(number) / "gpu_id").write_text(f"{gpu_id}\n")
+    (nodes / "6").mkdir()
+    (nodes / "6" / "gpu_id").mkdir()  # not permitted, as for the device of another container: reading fails
+    return devices, tmp_path / "sys"
+
+
+def test_dies_are_counted(gcds: tuple[Path, Path], gpus: Path, tmp_path: Path) -> None:
+    """Each GCD is a device; processors of the topology and devices of others are none. Slurm may leave some."""
+    assert count_devices({}, *gcds) == 4
+    assert count_devices({"ROCR_VISIBLE_DEVICES": "2,3,"}, *gcds) == 2
+    assert count_devices({"ROCR_VISIBLE_DEVICES": "0,1,2,3,4,5"}, *gcds) == 4
+    assert count_devices({"ROCR_VISIBLE_DEVICES": ""}, *gcds) == 4
+    assert count_devices({}, gpus, tmp_path / "none") == 4
+    assert count_devices({}, tmp_path / "none", tmp_path / "none") == 0
+
+
+def test_hip_s_variable_counts_on_amd_machines(gcds: tuple[Path, Path], gpus: Path) -> None:
+    """HIP reads it before CUDA's; NVIDIA does not read it."""
+    devices, _ = gcds
+    both = {"HIP_VISIBLE_DEVICES": "3,1", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+    assert here(PlacementFlags(num_gpus=1), devices, **both).include == "localhost:3"
+    assert here(PlacementFlags(num_gpus=1), gpus, **both).include == "localhost:0"
+    with pytest.raises(PlacementError, match="3 ranks are wanted.*HIP_VISIBLE_DEVICES=3,1 shows 2"):
+        here(PlacementFlags(num_gpus=3), devices, **both)
+    assert not accelerator_visible({"HIP_VISIBLE_DEVICES": "-1"}, devices)
+    assert accelerator_visible({"HIP_VISIBLE_DEVICES": "-1"}, gpus)
+
+
+def test_the_launcher_does_not_hide_devices_twice(tmp_path: Path) -> None:
+    """Devices are named to deepspeed, which sets CUDA_VISIBLE_DEVICES; HIP would read its own instead."""
+    environment = {"HOME": str(tmp_path), "HIP_VISIBLE_DEVICES": "3,1", "CUDA_VISIBLE_DEVICES": "1", "A": "1"}
+    plan = make_plan(RunOptions(recipe="tiny_cpu", out=tmp_path / "r"), environment)
+    found = launcher_environment(plan, plan.placement, rank_logs=tmp_path, variables={})
+    assert found["A"] == "1" and not {"HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"} & set(found)
 
 
 def test_a_login_node_without_accelerator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from launch.recipe import (
 )
 from rlhf.cli import main
 
+PRESETS = ("quick_prototype", "production_throughput", "extreme_scale", "frontier_175b", "frontier_1t")
 REPOSITORY = Path(__file__).resolve().parents[3]
 DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 
@@ -47,11 +48,14 @@ def recipe_commands() -> list[str]:
 @pytest.mark.parametrize("line", recipe_commands())
 def test_f26_commands_of_recipe_heads_dry_run(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """F26: each recipe's own command is accepted as printed; for the documents: tests/architecture/test_docs.py."""
-    words = shlex.split(line.replace("DIR", str(tmp_path)))
+    words = shlex.split(line.replace("DIR", str(tmp_path)).replace("HOSTFILE", str(tmp_path / "hosts")))
     arguments = ["run", *words[2:]]
     if "--recipe" not in arguments:
         arguments += ["--recipe", "tiny_cpu"]
     monkeypatch.chdir(REPOSITORY)
+    recipe = load_recipe(find_recipe(arguments[arguments.index("--recipe") + 1]))
+    hosts = [f"node{number} slots={recipe.num_gpus}\n" for number in range(recipe.num_nodes)]
+    (tmp_path / "hosts").write_text("".join(hosts))
     if "--out" not in arguments:
         arguments += ["--out", str(tmp_path / "out")]
     assert main([argument for argument in arguments if argument != "--dry-run"] + ["--dry-run"]) == 0
@@ -74,7 +78,7 @@ def test_f30_every_flag_of_run_is_documented_and_exercised() -> None:
 def test_the_recipes_that_are_promised() -> None:
     assert set(recipe_names()) >= {
         "tiny_cpu", "gsm8k_small", "smollm2_cpu", "opt_1.3b_350m_single_gpu", "opt_13b_350m_single_node",
-        "opt_13b_350m_multi_node", "opt_66b_350m_multi_node", "llama3_8b_single_node",
+        "opt_13b_350m_multi_node", "opt_66b_350m_multi_node", "llama3_8b_single_node", *PRESETS,
     }  # fmt: skip
 
 
@@ -82,13 +86,17 @@ def test_the_recipes_that_are_promised() -> None:
 def test_recipe(name: str, tmp_path: Path) -> None:
     path = find_recipe(name)
     recipe = load_recipe(path)
-    assert recipe.name == path.parent.name and recipe.stage_names == ("sft", "reward", "ppo")
+    assert recipe.name == path.parent.name
+    assert recipe.stage_names == (("sft",) if name.startswith("frontier") else ("sft", "reward", "ppo"))
     head = path.read_text().split("\nname:")[0]
     assert all(word in head for word in ("# Tested on:", "# Command:", f"# {name}"))
     if recipe.needs_accelerator:
         assert "never run on a GPU" in head
     stages = resolve_stages(recipe, path, tmp_path)
-    assert [stage.module for stage in stages] == ["step1_sft.train", "step2_reward.train", "step3_ppo.train"]
+    assert stages[0].module == "step1_sft.train"
+    if len(stages) == 1:
+        return
+    assert [stage.module for stage in stages[1:]] == ["step2_reward.train", "step3_ppo.train"]
     assert stages[2].config.actor.path == str(tmp_path / "step1_sft" / "model")
     assert stages[2].config.reward.path == str(tmp_path / "step2_reward" / "model")
     assert stages[1].config.normalise.policy == str(tmp_path / "step1_sft" / "model")
@@ -96,7 +104,9 @@ def test_recipe(name: str, tmp_path: Path) -> None:
     assert len(splits) == 1
 
 
-@pytest.mark.parametrize("path", sorted(RECIPES.glob("*_350m_*/*.yaml")) + sorted(RECIPES.glob("llama3*/*.yaml")))
+@pytest.mark.parametrize(
+    "path", [path for name in ("*_350m_*", "llama3*", *PRESETS) for path in sorted(RECIPES.glob(f"{name}/*.yaml"))]
+)
 def test_numbers_have_a_source(path: Path) -> None:
     """Learning rates, batch sizes and PPO's constants of the GPU recipes say where they come from."""
     keys = (

@@ -31,6 +31,19 @@ def test_a_plan_says_what_fits_and_what_it_costs(capsys: pytest.CaptureFixture[s
     assert made["steps"][0]["step_seconds"] == pytest.approx(sum(made["steps"][0]["seconds"].values()))
 
 
+def test_a_recipe_of_one_step(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """What it has is planned; what it has not is refused by name, and no recipe is made of it."""
+    arguments = ["plan", "--recipe", "frontier_175b", "--gpu", "mi250x-gcd"]
+    assert cli.main(arguments) == 0
+    out = capsys.readouterr().out
+    assert "frontier_175b on 1024 x mi250x-gcd" in out and "step 1, SFT" in out and "step 2" not in out
+    assert cli.main([*arguments, "--steps", "1,3"]) == 2
+    assert "--steps 1,3: frontier_175b has no step 3. Leave it out." in capsys.readouterr().err
+    assert cli.main([*arguments, "--emit", str(tmp_path / "new")]) == 2
+    assert "--emit writes three stages, and frontier_175b has not all" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
 def test_a_recipe_and_one_step(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", "--recipe", "opt_66b_350m_multi_node", "--gpu", "a100-80", "--steps", "1"]
     assert cli.main(arguments) == 0

@@ -104,8 +104,8 @@ def test_every_recipe_is_planned(name: str) -> None:
         made = from_recipe(read, stages, DEVICES["h100-sxm"], gpus, load=ds_config.load)
     except ValueError as error:
         pytest.skip(str(error))
-    plans = [plan_step(made, number) for number in (1, 2, 3)]
-    assert all(plan.hours > 0 and plan.peak_memory > 0 for plan in plans)
+    plans = [plan_step(made, number) for number in made.steps]
+    assert len(plans) == len(stages) and all(plan.hours > 0 and plan.peak_memory > 0 for plan in plans)
 
 
 def test_the_reference_recipe_is_read_as_written() -> None:
@@ -204,9 +204,18 @@ def test_shared_rows_in_all_steps() -> None:
         from_models("llama3-8b", "llama3-8b", DEVICES["h100-sxm"], 6, Choices(sp=3))
 
 
-def test_a_recipe_without_a_stage_is_refused() -> None:
-    with pytest.raises(ValueError, match="recipe x has no reward, ppo"):
-        from_recipe("x", {"sft": {}}, DEVICES["a100-80"], 8, load=ds_config.load)
+def test_a_recipe_may_leave_out_the_last_steps() -> None:
+    """Step 1 is planned as if the others were there; they are not planned at all."""
+    name, stages, gpus = cli._read_recipe("opt_13b_350m_single_node")
+    whole = from_recipe(name, stages, DEVICES["a100-80"], gpus, load=ds_config.load)
+    for left, steps in (({"sft"}, (1,)), ({"sft", "reward"}, (1, 2)), ({"sft", "ppo"}, (1, 3))):
+        part = {stage: config for stage, config in stages.items() if stage in left}
+        made = from_recipe(name, part, DEVICES["a100-80"], gpus, load=ds_config.load)
+        assert made.steps == steps and (made.sft, made.actor) == (whole.sft, whole.actor)
+        assert made.ppo == whole.ppo or 3 not in steps
+        assert (made.preference, made.reward) == (whole.preference, whole.reward) or 2 not in steps
+    with pytest.raises(ValueError, match="recipe x has no sft"):
+        from_recipe("x", {"ppo": {}}, DEVICES["a100-80"], 8, load=ds_config.load)
 
 
 def test_search_ranks_what_fits() -> None:

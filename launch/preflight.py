@@ -169,7 +169,8 @@ def _ds_config_problems(stage: Stage, world_size: int, *, on_cpu: bool) -> Itera
 def _optims(stage: Stage) -> dict[str, OptimConfig]:
     """Optimiser section of each trainable role."""
     if isinstance(stage.config, PPOConfig):
-        return {"actor": stage.config.actor_optim, "critic": stage.config.critic_optim}
+        found = {"actor": stage.config.actor_optim}
+        return found | ({"critic": stage.config.critic_optim} if stage.config.critic_optim else {})
     return {"model": stage.config.optim}
 
 

@@ -134,9 +134,12 @@ def _texts(setting: Setting, folder: Path, template: Template, load: LoadJson) -
         docs["pipeline"]["stages"]["reward"].get("feeds", {}).pop("model.path", None)
     ppo, roles = docs["ppo"], setting.ppo
     sources = {"reference": "frozen", "reward": "frozen", **ppo["deepspeed"]}
+    if roles.critic is None:
+        sources.pop("critic", None)
     ppo["deepspeed"] = {
         role: put_json("reward_model" if role == "reward" else role, sources[role], getattr(roles, role), ppo["data"])
         for role in ("actor", "critic", "reference", "reward")
+        if role in sources
     }
     _fill_ppo(ppo, setting)
     head = f"# Written by `rlhf plan --emit` from {old} for {setting.gpus} x {setting.device.name}.\n"

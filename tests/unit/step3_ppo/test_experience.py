@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rlhf.data.batching import Batching
-from step3_ppo.config import GAEConfig
+from step3_ppo.algorithm import GAEConfig, KLConfig, UpdateConfig, choose_method
 from step3_ppo.experience import Experience, ScoredSequence, gather_sequences, right_pad, sequence_mask, to_experience
 
 Make = Callable[..., ScoredSequence]
@@ -12,9 +12,9 @@ LENGTHS = (3, 1, 5, 2, 4, 1, 7)
 
 
 def experience_of(sequences: list[ScoredSequence], *, kl_coef: float = 0.1) -> Experience:
-    kl_BR = right_pad([s.old_logprob_R - s.ref_logprob_R for s in sequences])
     score_B = torch.tensor([s.score for s in sequences])
-    return to_experience(sequences, score_B, kl_BR, kl_coef=kl_coef, gae_config=GAEConfig(gamma=1.0, lam=1.0))
+    ppo = choose_method("ppo", UpdateConfig(minibatch_size=1), KLConfig(), group_size=1, max_response_tokens=8)
+    return to_experience(sequences, score_B, kl_coef=kl_coef, method=ppo, gae_config=GAEConfig(gamma=1.0, lam=1.0))
 
 
 def test_hand_worked_example(sequence: Make) -> None:

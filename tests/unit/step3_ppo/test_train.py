@@ -28,6 +28,8 @@ def test_the_running_scale_takes_this_steps_scores_in_first(sequence: Make) -> N
     plain = ShapingConfig(clip=0.0, length_penalty=0.25)
     torch.testing.assert_close(shaped_scores(rows, scale, plain, max_response_tokens=8), torch.tensor([-1.25, 0.5]))
     assert scale.count == 4, "a scale that is not used is not fed"
+    overlong = ShapingConfig(clip=0.0, overlong_tokens=2, overlong_penalty=3.0)
+    torch.testing.assert_close(shaped_scores(rows, scale, overlong, max_response_tokens=2), torch.tensor([-2.5, -2.0]))
 
 
 def test_penalty_of_ragged_rows(sequence: Make) -> None:

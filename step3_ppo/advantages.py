@@ -46,8 +46,8 @@ def gae(reward_BR: Tensor, value_BR: Tensor, mask_BR: Tensor, *, gamma: float, l
     return advantage_BR, advantage_BR + value_BR
 
 
-# Added to a group's standard deviation, reward units, as in TRL's GRPOTrainer: one response drawn several times scores
-# alike but for rounding, which is not to be divided by itself. Groups whose rewards lie no farther apart are flat.
+# Added to a group's standard deviation, reward units, as in TRL's GRPOTrainer. Groups whose rewards lie no farther
+# apart are flat: one response drawn several times scores alike but for rounding, which is not to be divided by itself.
 SPREAD = 1e-4
 
 
@@ -69,8 +69,8 @@ def group_advantages(reward_B: Tensor, group_size: int, *, advantage: Advantage)
 
     - `leave_one_out`: R - mean of the others (RLOO, Ahmadian et al. 2024, arXiv:2402.14740).
     - `group`: R - mean of all, which is (n - 1) / n of it (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783).
-    - `group_scaled`: (R - mean) / (standard deviation + SPREAD) (GRPO, Shao et al. 2024, arXiv:2402.03300, sec. 4.1.2;
-      GSPO). The deviation is the population's.
+    - `group_scaled`: (R - mean) / (standard deviation + SPREAD), 0 in a flat group (GRPO, Shao et al. 2024,
+      arXiv:2402.03300, sec. 4.1.2; GSPO). The deviation is the population's.
 
     Args:
         reward_B: one reward per response; groups lie one after the other.
@@ -97,7 +97,8 @@ def group_advantages(reward_B: Tensor, group_size: int, *, advantage: Advantage)
         case "group":
             found_GN = centred_GN
         case "group_scaled":
-            found_GN = centred_GN / (centred_GN.square().mean(dim=1, keepdim=True).sqrt() + SPREAD)
+            scaled_GN = centred_GN / (centred_GN.square().mean(dim=1, keepdim=True).sqrt() + SPREAD)
+            found_GN = torch.where(flat_groups(reward_B, group_size)[:, None], 0.0, scaled_GN)
         case _:
             raise ValueError(f"{advantage} compares no responses of a group.")
     return found_GN.flatten().to(reward_B.dtype)

@@ -1,6 +1,7 @@
 """A plan written as a recipe, read back, checked by the launcher without starting anything, and run."""
 
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -163,3 +164,19 @@ def test_a_recipe_that_fits_here_runs(tmp_path: Path) -> None:
     rlhf("run", "--recipe", str(folder), "--out", str(tmp_path / "run"), *short)
     stages = json.loads((tmp_path / "run" / "summary.json").read_text())["stages"]
     assert [stage["status"] for stage in stages.values()] == ["done"] * 3
+
+
+def test_a_recipe_without_a_critic_stays_one(tmp_path: Path) -> None:
+    """No DeepSpeed JSON of a critic is written, and none is planned when the recipe is read back."""
+    template = tmp_path / "rloo"
+    shutil.copytree(TEMPLATE.folder, template)
+    doc = yaml.safe_load((template / "ppo.yaml").read_text())
+    doc["algorithm"] = "rloo"
+    doc["rollout"]["samples_per_prompt"] = 4
+    (template / "ppo.yaml").write_text(yaml.safe_dump(doc))
+    made = replace(setting(), ppo=replace(setting().ppo, critic=None))
+    emit(made, tmp_path / "mine", template=replace(TEMPLATE, folder=template), load=ds_config.load)
+    assert not (tmp_path / "mine/critic.json").exists() and (tmp_path / "mine/actor.json").exists()
+    assert "critic" not in yaml.safe_load((tmp_path / "mine/ppo.yaml").read_text())["deepspeed"]
+    found = read(tmp_path / "mine")
+    assert found.ppo.critic is None and found.ppo.prompts_per_step == made.ppo.prompts_per_step

@@ -116,3 +116,14 @@ def test_bad_flags_are_one_error(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert main(argv) == 2
         assert said in capsys.readouterr().err
     assert not (tmp_path / "work").exists()
+
+
+def test_a_recipe_without_a_critic_has_none_in_any_way(tmp_path: Path) -> None:
+    """Its sections may be missing: no flag names them."""
+    said = ["--ppo.algorithm=reinforce_pp", "--ppo.critic_optim=null", "--ppo.deepspeed.critic=null"]
+    recipe = SOURCES.read_recipe("tiny_cpu", said)
+    for place, strategy in enumerate(strategies(3, 2, "fp32")):
+        flags = list(_flags(strategy, recipe, 3, tmp_path / str(place), SOURCES))
+        assert not any("critic" in flag for flag in flags) and any("deepspeed.actor" in flag for flag in flags)
+        config = _resolve_recipe("tiny_cpu", [*said, *flags])[1]["ppo"]
+        assert config["critic_optim"] is None and config["deepspeed"]["critic"] is None

@@ -173,7 +173,8 @@ def _ds_config_problems(stage: Stage, world_size: int, *, on_cpu: bool) -> Itera
 def _optims(stage: Stage) -> dict[str, OptimConfig]:
     """Optimiser section of each trainable role."""
     if isinstance(stage.config, PPOConfig):
-        return {"actor": stage.config.actor_optim, "critic": stage.config.critic_optim}
+        critic = stage.config.critic_optim if stage.config.has_critic else None
+        return {"actor": stage.config.actor_optim} | ({"critic": critic} if critic else {})
     return {"model": stage.config.optim}
 
 

@@ -158,21 +158,24 @@ class Stage:
         return fed_keys(self.feeds)
 
     def models(self) -> dict[str, ModelConfig]:
-        """Model sections of the config by their dotted key."""
+        """Sections of the models that the stage loads, by their dotted key."""
         return {
             f.name: value
             for f in dataclasses.fields(self.config)
-            if isinstance(value := getattr(self.config, f.name), ModelConfig)
+            if isinstance(value := getattr(self.config, f.name), ModelConfig) and self._has(f.name)
         }
 
     def ds_configs(self) -> dict[str, str]:
-        """DeepSpeed JSONs of the config by role."""
+        """DeepSpeed JSONs of the config by role; of those that there are."""
         if isinstance(self.config, PPOConfig):
-            return {role: str(value) for role, value in to_dict(self.config.deepspeed).items()}
+            return {role: str(value) for role, value in to_dict(self.config.deepspeed).items() if self._has(role)}
         configs = {"model": self.config.deepspeed}
         if isinstance(self.config, RewardConfig) and self.config.normalise.policy:
             configs["normalise"] = self.config.normalise.deepspeed
         return configs
+
+    def _has(self, role: str) -> bool:
+        return role != "critic" or not isinstance(self.config, PPOConfig) or self.config.has_critic
 
 
 def fed_keys(feeds: Mapping[str, str]) -> dict[str, str]:

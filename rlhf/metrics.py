@@ -161,6 +161,11 @@ METRICS: dict[str, Metric] = {
         "down",
         "Mean difference per response token of log-probs from decoding and from the update's forward, same weights.",
     ),
+    "ppo/flat_groups_frac": _metric(
+        "fraction", "down", "Prompts of the step whose responses all got one shaped score, of all that were drawn."
+    ),
+    "ppo/draws": _metric("", "down", "Rollouts of the step: 1, and one for each time that prompts were made up for."),
+    "ppo/trained_groups": _metric("", "up", "Prompts of the step whose responses are trained on."),
     "ppo/gold": _metric("gold", "up", "Mean of the gold rule on the step's responses; never trained on."),
     "speed/decode_tokens_per_second": _metric(
         "tokens/s", "up", "Response tokens of all ranks per second of the rank that decoded longest."
@@ -171,7 +176,12 @@ METRICS: dict[str, Metric] = {
     "speed/decode_idle_frac": _metric(
         "fraction", "down", "Share of decoding seconds in which a rank waited for others."
     ),
-    "policy/loss": _metric("", "none", "Clipped policy loss per response token."),
+    "policy/loss": _metric(
+        "", "none", "Clipped policy loss, over tokens or responses as the algorithm takes its mean; no KL, no entropy."
+    ),
+    "policy/kl_ref": _metric(
+        "nats", "down", "KL to the reference per response token in the loss, by the estimator of the loss."
+    ),
     "policy/clip_frac": _metric(
         "fraction", "none", "Response tokens whose policy ratio is clipped and has no gradient."
     ),

@@ -13,6 +13,16 @@ from rlhf.config import (
     SamplingConfig,
     VLLMConfig,
 )
+from step3_ppo.algorithm import (
+    ALGORITHMS,
+    AlgorithmName,
+    GAEConfig,
+    KLConfig,
+    Method,
+    UpdateConfig,
+    check_without_critic,
+    choose_method,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,8 +31,8 @@ class DeepSpeedConfigs:
 
     actor: str
     """Actor (trainable)."""
-    critic: str
-    """Critic (trainable)."""
+    critic: str | None = None
+    """Critic (trainable); needed by an algorithm that has one."""
     reference: str = "frozen"
     """Reference (frozen)."""
     reward: str = "frozen"
@@ -37,6 +47,13 @@ class RolloutConfig:
     """Prompts of one PPO step, over all ranks."""
     samples_per_prompt: int = 1
     """Responses drawn for each prompt."""
+    flat_groups: Literal["keep", "drop", "refill"] = "keep"
+    """What becomes of prompts whose responses all got the same score, of which an algorithm that compares them learns
+    nothing: trained on, left out, or left out and made up for by other prompts (DAPO's dynamic sampling, Yu et al.
+    2025, arXiv:2503.14476, sec. 3.2)."""
+    most_draws: int = 4
+    """Rollouts of one step at most, with `flat_groups: refill`; a step that is not full after them is trained on as it
+    is."""
     engine: Literal["builtin", "vllm"] = "builtin"
     """Who decodes: rlhf/rollout, or vLLM in the rank's process (docs/vllm.md)."""
     vllm: VLLMConfig = field(default_factory=VLLMConfig)
@@ -58,7 +75,7 @@ class RolloutConfig:
     """Log-probs of the sampling policy: as the decoder computed them, or by one more forward of the actor."""
 
     def __post_init__(self) -> None:
-        for name in ("prompts_per_step", "samples_per_prompt", "batch_size"):
+        for name in ("prompts_per_step", "samples_per_prompt", "batch_size", "most_draws"):
             if getattr(self, name) < 1:
                 raise ValueError(f"rollout.{name} must be >= 1, got {getattr(self, name)}.")
         if self.tensor_parallel is not None and self.tensor_parallel < 1:
@@ -93,65 +110,6 @@ class RolloutConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class UpdateConfig:
-    """How one rollout is trained on."""
-
-    epochs: int = 1
-    """Passes over the rollout."""
-    minibatch_size: int
-    """Sequences of one optimiser step, over all ranks and micro-batches."""
-    clip_ratio: float = 0.2
-    """Half-width of the policy-ratio interval (Schulman et al. 2017, sec. 3)."""
-    clip_value: float = 0.2
-    """Half-width of the interval around the old value estimate; 0: no clipping."""
-    importance_cap: float = 0.0
-    """Largest importance weight of a token, for what decoder and update round differently; 0: no weights."""
-    entropy_coef: float = 0.0
-    """Weight of the entropy bonus."""
-    target_kl: float = 0.0
-    """Skip the rest of the update when a minibatch's KL to the rollout policy (k3) exceeds it; 0: never."""
-    critic_warmup_steps: int = 0
-    """First PPO steps in which only the critic is updated."""
-
-    def __post_init__(self) -> None:
-        if self.epochs < 1 or self.minibatch_size < 1:
-            raise ValueError(
-                f"update.epochs and update.minibatch_size must be >= 1, got {self.epochs}, {self.minibatch_size}."
-            )
-        if self.importance_cap and not self.importance_cap >= 1:
-            raise ValueError(f"update.importance_cap must be 0 or at least 1, got {self.importance_cap}. Usual is 2.")
-        if not 0 < self.clip_ratio < 1:
-            raise ValueError(f"update.clip_ratio must be in (0, 1), got {self.clip_ratio}.")
-        if min(self.clip_value, self.entropy_coef, self.target_kl, self.critic_warmup_steps) < 0:
-            raise ValueError(
-                "update.clip_value, update.entropy_coef, update.target_kl and update.critic_warmup_steps must be >= 0, "
-                f"got {self.clip_value}, {self.entropy_coef}, {self.target_kl}, {self.critic_warmup_steps}."
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class KLConfig:
-    """The penalty that keeps the policy near the reference."""
-
-    coef: float = 0.05
-    """Weight of the per-token penalty, at start; nats."""
-    estimator: Literal["k1", "k3"] = "k1"
-    """Per-token estimator (Schulman 2020, joschu.net/blog/kl-approx.html)."""
-    adaptive: bool = False
-    """Move coef towards `target` (Ziegler et al. 2019, sec. 2.2) instead of keeping it."""
-    target: float = 6.0
-    """Wanted KL to the reference, nats per response."""
-    horizon: float = 10_000.0
-    """Sequences over which the adaptive controller moves."""
-
-    def __post_init__(self) -> None:
-        if self.coef < 0 or self.target <= 0 or self.horizon <= 0:
-            raise ValueError(
-                f"kl.coef must be >= 0, kl.target and kl.horizon > 0, got {self.coef}, {self.target}, {self.horizon}."
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
 class ShapingConfig:
     """From the reward model's score to the reward of a response."""
 
@@ -169,33 +127,24 @@ class ShapingConfig:
     """Subtracted from the score of a response that did not stop."""
     length_penalty: float = 0.0
     """Subtracted from the score for each token of the response."""
+    overlong_tokens: int = 0
+    """Last tokens before data.max_response_tokens over which a penalty rises from 0 to overlong_penalty (DAPO's soft
+    overlong punishment, Yu et al. 2025, arXiv:2503.14476, eq. 13); 0: none."""
+    overlong_penalty: float = 1.0
+    """Subtracted from the score of a response of data.max_response_tokens."""
 
     def __post_init__(self) -> None:
-        if min(self.clip, self.missing_stop_penalty, self.length_penalty) < 0:
-            raise ValueError(
-                "shaping.clip, shaping.missing_stop_penalty and shaping.length_penalty must be >= 0, got "
-                f"{self.clip}, {self.missing_stop_penalty}, {self.length_penalty}."
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class GAEConfig:
-    """Generalised advantage estimation (Schulman et al. 2016, arXiv:1506.02438)."""
-
-    gamma: float = 1.0
-    """Discount per token."""
-    lam: float = 0.95
-    """0 trusts the critic, 1 the sampled return."""
-
-    def __post_init__(self) -> None:
-        if not (0 <= self.gamma <= 1 and 0 <= self.lam <= 1):
-            raise ValueError(f"gae.gamma and gae.lam must be in [0, 1], got {self.gamma}, {self.lam}.")
+        for name in ("clip", "missing_stop_penalty", "length_penalty", "overlong_tokens", "overlong_penalty"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"shaping.{name} must be >= 0, got {getattr(self, name)}.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PPOConfig:
-    """Step 3: PPO of the SFT policy against the reward model."""
+    """Step 3: PPO, or another algorithm, of the SFT policy against the reward model."""
 
+    algorithm: AlgorithmName = "ppo"
+    """How the policy is improved (step3_ppo/README.md)."""
     actor: ModelConfig
     """The policy: step 1's model folder."""
     reward: ModelConfig
@@ -208,8 +157,8 @@ class PPOConfig:
     """The prompts."""
     actor_optim: OptimConfig
     """Actor's optimiser and schedule."""
-    critic_optim: OptimConfig
-    """Critic's optimiser and schedule."""
+    critic_optim: OptimConfig | None = None
+    """Critic's optimiser and schedule; needed by an algorithm that has one."""
     run: RunConfig
     """Folder, seed, cadence."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -240,6 +189,7 @@ class PPOConfig:
             raise ValueError(f"max_steps must be >= 1, got {self.max_steps}.")
         self._check_models()
         self._check_parallel()
+        self._check_algorithm()
         if self.rollout.num_sequences % self.update.minibatch_size:
             raise ValueError(
                 f"rollout.prompts_per_step x rollout.samples_per_prompt = {self.rollout.num_sequences} is not a "
@@ -309,6 +259,48 @@ class PPOConfig:
                     "are, or in one copy under ZeRO-3. Leave it out, or set parallel.tp=1."
                 )
 
+    def _check_algorithm(self) -> None:
+        method, rollout = self.method, self.rollout
+        if not self.has_critic:
+            check_without_critic(
+                self.algorithm, critic_path=self.critic.path, warmup_steps=self.update.critic_warmup_steps, gae=self.gae
+            )
+        for key, value in (("deepspeed.critic", self.deepspeed.critic), ("critic_optim", self.critic_optim)):
+            if self.has_critic and not value:
+                raise ValueError(f"{key} is missing, but algorithm={self.algorithm} trains a critic. Set it.")
+        if rollout.flat_groups != "keep" and not ALGORITHMS[self.algorithm].compares_samples:
+            raise ValueError(
+                f"rollout.flat_groups is `{rollout.flat_groups}`, but algorithm={self.algorithm} does not compare the "
+                "responses to a prompt and learns of equal ones too. Set it to keep, or take rloo, grpo, dr_grpo or "
+                "gspo."
+            )
+        if self.parallel.sp > 1 and method.ratio == "sequence":
+            raise ValueError(
+                f"parallel.sp={self.parallel.sp} divides responses between ranks, but algorithm={self.algorithm} with "
+                "update.ratio=sequence takes a mean over each of them. Set parallel.sp=1, or ratio=token."
+            )
+        if self.shaping.overlong_tokens > method.max_response_tokens:
+            raise ValueError(
+                f"shaping.overlong_tokens={self.shaping.overlong_tokens} is above data.max_response_tokens="
+                f"{method.max_response_tokens}. Lower it."
+            )
+
+    @property
+    def method(self) -> Method:
+        """How responses become advantages and a loss."""
+        return choose_method(
+            self.algorithm,
+            self.update,
+            self.kl,
+            group_size=self.rollout.samples_per_prompt,
+            max_response_tokens=self.data.max_response_tokens,
+        )
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether a critic is built and trained."""
+        return ALGORITHMS[self.algorithm].has_critic
+
     def _check_models(self) -> None:
         for role in ("actor", "reward"):
             if not getattr(self, role).path:
@@ -340,5 +332,5 @@ class PPOConfig:
 
     @property
     def num_updates(self) -> int:
-        """Optimiser steps of the critic over the whole run."""
+        """Optimiser steps over the whole run: of the critic, or the actor where there is none."""
         return self.max_steps * self.update.epochs * (self.rollout.num_sequences // self.update.minibatch_size)

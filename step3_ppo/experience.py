@@ -11,9 +11,10 @@ from rlhf.data.collate import ResponseBatch, collate_responses
 from rlhf.distributed import Group, all_gather_objects
 from rlhf.ops import masked_mean, masked_var, response_mask, to_columns, whiten_with
 from rlhf.sharing import Sharing
-from step3_ppo.advantages import gae
-from step3_ppo.config import GAEConfig
-from step3_ppo.rewards import token_rewards
+from step3_ppo.advantages import gae, group_advantages, rewards_to_go
+from step3_ppo.algorithm import GAEConfig, KLEstimator, Method
+from step3_ppo.loss import token_shares, token_weights
+from step3_ppo.rewards import KL_ESTIMATORS, token_rewards
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +37,7 @@ class ScoredSequence:
     ref_logprob_R: Tensor
     """Nats, of the reference, under the same transforms."""
     old_value_R: Tensor
-    """Reward units, the critic's estimate before each token."""
+    """Reward units, the critic's estimate before each token; 0 without a critic."""
     entropy: float | None
     """Mean over tokens, nats, of the policy that sampled; None where only the decoder looked."""
     score: float
@@ -55,11 +56,16 @@ class Experience:
     mask_BR: Tensor
     rollout_logprob_BR: Tensor
     old_logprob_BR: Tensor
+    ref_logprob_BR: Tensor
     old_value_BR: Tensor
     reward_BR: Tensor
     advantage_BR: Tensor
-    """Whitened over all response tokens of the step."""
     return_BR: Tensor
+    """Value targets; 0 without a critic."""
+    weight_BR: Tensor
+    """What a token's term counts for in the policy loss (`loss.token_weights`)."""
+    share_BR: Tensor
+    """What a token adds to that loss's divisor (`loss.token_shares`)."""
 
     def minibatches(
         self, *, minibatch_size: int, batching: Batching, rank: int, world_size: int, seed: int
@@ -111,9 +117,12 @@ class Experience:
             mask_SR=to_columns(batch.response_mask_BT, batch.first_response_S, batch.response_length_S, num_columns),
             rollout_logprob_SR=pick(self.rollout_logprob_BR),
             old_logprob_SR=pick(self.old_logprob_BR),
+            ref_logprob_SR=pick(self.ref_logprob_BR),
             old_value_SR=pick(self.old_value_BR),
             advantage_SR=pick(self.advantage_BR),
             return_SR=pick(self.return_BR),
+            weight_SR=pick(self.weight_BR),
+            share_SR=pick(self.share_BR),
         )
 
 
@@ -125,9 +134,12 @@ class MicroBatch:
     mask_SR: Tensor
     rollout_logprob_SR: Tensor
     old_logprob_SR: Tensor
+    ref_logprob_SR: Tensor
     old_value_SR: Tensor
     advantage_SR: Tensor
     return_SR: Tensor
+    weight_SR: Tensor
+    share_SR: Tensor
 
 
 def gather_sequences(local: list[ScoredSequence], sharing: Sharing) -> list[ScoredSequence]:
@@ -137,38 +149,62 @@ def gather_sequences(local: list[ScoredSequence], sharing: Sharing) -> list[Scor
 
 
 def to_experience(
-    sequences: list[ScoredSequence], score_B: Tensor, kl_BR: Tensor, *, kl_coef: float, gae_config: GAEConfig
+    sequences: list[ScoredSequence],
+    score_B: Tensor,
+    *,
+    kl_coef: float,
+    method: Method,
+    gae_config: GAEConfig,
 ) -> Experience:
-    """Rewards, value targets, and advantages whitened over the response tokens of all ranks.
+    """Rewards, advantages, value targets and the weights of the loss.
 
-    Every rank holds all sequences and computes the same numbers, so that neither whitening nor minibatches depend on
-    how the rollout was divided.
+    Every rank holds all sequences and computes the same numbers, so that neither whitening nor groups nor minibatches
+    depend on how the rollout was divided.
 
     Args:
-        sequences: of the whole step.
+        sequences: of the whole step, in order of their keys; with a method that compares, whole groups.
         score_B: shaped score of each.
-        kl_BR: penalty estimator per token, nats; 0 outside the responses.
         kl_coef: weight of the penalty.
-        gae_config: discount and lambda.
+        method: how rewards become advantages.
+        gae_config: discount and lambda, for `gae`.
     """
     mask_BR = sequence_mask(sequences)
-    old_logprob_BR = right_pad([s.old_logprob_R for s in sequences])
     old_value_BR = right_pad([s.old_value_R for s in sequences])
-    reward_BR = token_rewards(score_B, kl_BR, mask_BR, kl_coef=kl_coef)
-    advantage_BR, return_BR = gae(reward_BR, old_value_BR, mask_BR, gamma=gae_config.gamma, lam=gae_config.lam)
-    whitened_BR = whiten_with(
-        advantage_BR, mask_BR, mean=masked_mean(advantage_BR, mask_BR), var=masked_var(advantage_BR, mask_BR)
-    )
+    kl_BR = penalty_kl(sequences, method.kl_estimator)
+    reward_BR = token_rewards(score_B, kl_BR, mask_BR, kl_coef=kl_coef if method.kl_place == "reward" else 0.0)
+    return_BR = torch.zeros_like(reward_BR)
+    if method.advantage == "gae":
+        advantage_BR, return_BR = gae(reward_BR, old_value_BR, mask_BR, gamma=gae_config.gamma, lam=gae_config.lam)
+    elif method.advantage == "return":
+        advantage_BR = rewards_to_go(reward_BR, mask_BR)
+    else:
+        advantage_B = group_advantages(reward_BR.sum(dim=1), method.group_size, advantage=method.advantage)
+        advantage_BR = advantage_B[:, None] * mask_BR
+    if method.whitens:
+        advantage_BR = whiten_with(
+            advantage_BR, mask_BR, mean=masked_mean(advantage_BR, mask_BR), var=masked_var(advantage_BR, mask_BR)
+        )
     return Experience(
         sequences=sequences,
         mask_BR=mask_BR,
         rollout_logprob_BR=right_pad([s.rollout_logprob_R for s in sequences]),
-        old_logprob_BR=old_logprob_BR,
+        old_logprob_BR=right_pad([s.old_logprob_R for s in sequences]),
+        ref_logprob_BR=right_pad([s.ref_logprob_R for s in sequences]),
         old_value_BR=old_value_BR,
         reward_BR=reward_BR,
-        advantage_BR=whitened_BR,
+        advantage_BR=advantage_BR,
         return_BR=return_BR,
+        weight_BR=token_weights(mask_BR, method.loss_mean),
+        share_BR=token_shares(mask_BR, method.loss_mean, max_response_tokens=method.max_response_tokens),
     )
+
+
+def penalty_kl(sequences: Sequence[ScoredSequence], estimator: KLEstimator) -> Tensor:
+    """kl_BR by the penalty's estimator, nats; 0 outside the responses."""
+    kl_BR = KL_ESTIMATORS[estimator](
+        right_pad([s.old_logprob_R for s in sequences]), right_pad([s.ref_logprob_R for s in sequences])
+    )
+    return kl_BR * sequence_mask(sequences)
 
 
 def sequence_mask(sequences: Sequence[ScoredSequence]) -> Tensor:

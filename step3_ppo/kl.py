@@ -1,6 +1,6 @@
 """The weight of the KL penalty: fixed, or moved towards a target."""
 
-from step3_ppo.config import KLConfig
+from step3_ppo.algorithm import KLConfig
 
 
 class KLCoefficient:

@@ -9,6 +9,16 @@ def kl_k1(logprob_BR: Tensor, ref_logprob_BR: Tensor) -> Tensor:
     return logprob_BR - ref_logprob_BR
 
 
+def kl_k2(logprob_BR: Tensor, ref_logprob_BR: Tensor) -> Tensor:
+    """(log p - log q)^2 / 2 per token: biased, never negative; nats.
+
+    Its gradient at samples of p is, on average, that of KL(p || q), which k3's is near the reference alone.
+
+    Source: Schulman 2020, "Approximating KL divergence", joschu.net/blog/kl-approx.html.
+    """
+    return 0.5 * (logprob_BR - ref_logprob_BR).square()
+
+
 def kl_k3(logprob_BR: Tensor, ref_logprob_BR: Tensor) -> Tensor:
     """exp(log q - log p) - 1 - (log q - log p) per token: unbiased, never negative, less variance; nats.
 
@@ -18,7 +28,7 @@ def kl_k3(logprob_BR: Tensor, ref_logprob_BR: Tensor) -> Tensor:
     return torch.expm1(log_ratio_BR) - log_ratio_BR
 
 
-KL_ESTIMATORS = {"k1": kl_k1, "k3": kl_k3}
+KL_ESTIMATORS = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
 
 
 def token_rewards(score_B: Tensor, kl_BR: Tensor, mask_BR: Tensor, *, kl_coef: float) -> Tensor:
@@ -61,6 +71,22 @@ def shape_score(
     if clip > 0:
         score_B = score_B.clamp(-clip, clip)
     return score_B - missing_stop_penalty * (~stopped_B) - length_penalty * length_B
+
+
+def overlong_penalty(length_B: Tensor, *, most: int, tokens: int, penalty: float) -> Tensor:
+    """What a response pays for its length: 0 up to most - tokens, from there in equal steps up to `penalty` at most.
+
+    Args:
+        length_B: response tokens, stop token included, up to `most`.
+        most: the length at which a response is cut.
+        tokens: last tokens over which the penalty rises; 0: none is paid.
+        penalty: paid at `most`, reward units.
+
+    Source: soft overlong punishment, Yu et al. 2025 (DAPO), arXiv:2503.14476, eq. 13.
+    """
+    if not tokens:
+        return torch.zeros_like(length_B, dtype=torch.float32)
+    return penalty * ((length_B - (most - tokens)) / tokens).clamp(0.0, 1.0)
 
 
 class RunningScale:

@@ -1,4 +1,4 @@
-"""The four models of PPO: actor and critic (trainable), reference and reward model (frozen)."""
+"""The models of step 3: actor and, for PPO, critic (trainable), reference and reward model (frozen)."""
 
 import dataclasses
 import logging
@@ -39,10 +39,11 @@ class AdapterOff:
 
 @dataclass(frozen=True, kw_only=True)
 class Roles:
-    """The engines of one PPO run. All four read the same tokens, which the contract between the folders makes sure."""
+    """The engines of one run. All read the same tokens, which the contract between the folders makes sure."""
 
     actor: TrainEngine
-    critic: TrainEngine
+    critic: TrainEngine | None
+    """None with an algorithm that has no critic."""
     reference: FrozenEngine | AdapterOff
     reward: FrozenEngine
     sharing: Sharing
@@ -52,16 +53,21 @@ class Roles:
     def engines(self) -> list[TrainEngine | FrozenEngine]:
         """Those that hold weights of their own."""
         own = [self.reference] if isinstance(self.reference, FrozenEngine) else []
-        return [self.actor, self.critic, *own, self.reward]
+        return [*self.trained.values(), *own, self.reward]
+
+    @property
+    def trained(self) -> dict[str, TrainEngine]:
+        """Those that are updated, by role."""
+        return {"actor": self.actor, **({} if self.critic is None else {"critic": self.critic})}
 
 
 def load_ds_configs(cfg: PPOConfig) -> dict[str, dict[str, Any]]:
-    """The content of each role's DeepSpeed JSON."""
-    return {f.name: ds_config.load(getattr(cfg.deepspeed, f.name)) for f in dataclasses.fields(cfg.deepspeed)}
+    """The content of the DeepSpeed JSON of each role that there is."""
+    return {role: ds_config.load(getattr(cfg.deepspeed, role)) for role in model_configs(cfg)}
 
 
 def model_configs(cfg: PPOConfig) -> dict[str, ModelConfig]:
-    """The four model configs: paths filled in from the role they default to, and no dropout anywhere.
+    """The config of each model that there is: paths filled in from the role they default to, and no dropout anywhere.
 
     With dropout the same weights are two policies, one when sampling and scoring and another in the update, and the
     first ratio is not 1. A reference that is the actor's start rounds as the actor does, so that the first KL is 0.
@@ -73,6 +79,8 @@ def model_configs(cfg: PPOConfig) -> dict[str, ModelConfig]:
     )  # fmt: skip
     critic = cfg.critic if cfg.critic.path else dataclasses.replace(cfg.critic, path=cfg.reward.path)
     models = {"actor": cfg.actor, "critic": critic, "reference": reference, "reward": cfg.reward}
+    if not cfg.has_critic:
+        del models["critic"]
     return {role: dataclasses.replace(model, dropout=0.0) for role, model in models.items()}
 
 
@@ -82,6 +90,7 @@ def trained_roles(cfg: PPOConfig, ds: dict[str, dict[str, Any]]) -> dict[str, Ro
     return {
         role: Role(model=models[role], ds=ds[role], optim=optim, parallel=cfg.parallel)
         for role, optim in optims.items()
+        if optim is not None and role in models
     }
 
 
@@ -139,16 +148,21 @@ def check_language(cfg: PPOConfig, language: Language) -> None:
 def build_roles(
     cfg: PPOConfig, language: Language, ds: dict[str, dict[str, Any]], sharing: Sharing, *, num_updates: int
 ) -> Roles:
-    """Load the four models, each sharded or whole as its JSON says. Collective.
+    """Load the models, each sharded or whole as its JSON says. Collective.
 
     Args:
         cfg: of the stage.
-        language: tokenizer and template that all four share.
+        language: tokenizer and template that all share.
         ds: content of each role's DeepSpeed JSON.
         sharing: ranks that share rows, or the weights of actor and critic.
         num_updates: optimiser steps of the whole run, for the critic; the actor makes fewer with a critic warm-up.
     """
     models = model_configs(cfg)
+    if not cfg.has_critic:
+        logger.info(
+            "algorithm %s has no critic: critic, critic_optim, deepspeed.critic and update.clip_value play no part",
+            cfg.algorithm,
+        )
     shares_base = cfg.actor.lora.rank > 0 and not cfg.reference.path
     if shares_base:
         del models["reference"]
@@ -166,16 +180,14 @@ def build_roles(
     actor_updates = num_updates * (cfg.max_steps - cfg.update.critic_warmup_steps) // cfg.max_steps
     actor = TrainEngine(wrapped["actor"], ds=ds["actor"], optim=cfg.actor_optim, role="actor", num_steps=actor_updates,
                         tensor=sharing.tensor)  # fmt: skip
+    critic = None
+    if cfg.has_critic:
+        assert cfg.critic_optim
+        critic = TrainEngine(wrapped["critic"], ds=ds["critic"], optim=cfg.critic_optim, role="critic",
+                             num_steps=num_updates, tensor=sharing.tensor)  # fmt: skip
     return Roles(
         actor=actor,
-        critic=TrainEngine(
-            wrapped["critic"],
-            ds=ds["critic"],
-            optim=cfg.critic_optim,
-            role="critic",
-            num_steps=num_updates,
-            tensor=sharing.tensor,
-        ),  # fmt: skip
+        critic=critic,
         reference=(
             AdapterOff(actor)
             if shares_base

@@ -97,15 +97,31 @@ def estimate_values(critic: TrainEngine, batch: ResponseBatch, *, num_columns: i
 
 
 def roll_out(
-    roles: Roles, voice: Voice, prompts: list[PromptRow], *, samples_per_prompt: int, seed: int, step: int
+    roles: Roles,
+    voice: Voice,
+    prompts: list[PromptRow],
+    *,
+    samples_per_prompt: int,
+    seed: int,
+    step: int,
+    drawn: Counter[int] | None = None,
 ) -> tuple[list[Sample], list[RolloutStats]]:
     """Sample responses to each rank's prompts. Collective.
+
+    Args:
+        roles: the actor speaks.
+        voice: how it speaks.
+        prompts: this rank's.
+        samples_per_prompt: responses to each.
+        seed: of the run.
+        step: of training.
+        drawn: how often each row of the data was drawn in this step before; those of this rollout are added.
 
     Returns:
         The samples of all ranks in one order, and what each rank's decoder counted (none where it was Hugging Face's).
     """
     repeated = [row for row in prompts for _ in range(samples_per_prompt)]
-    earlier = number_repeats([row.index for row in prompts])
+    earlier = number_repeats([row.index for row in prompts], Counter() if drawn is None else drawn)
     sample_ids = [n * samples_per_prompt + i for n in earlier for i in range(samples_per_prompt)]
     counted: list[RolloutStats] = []
     responses = draw_responses(
@@ -135,19 +151,26 @@ def describe_decoding(stats: list[RolloutStats]) -> dict[str, float]:
     }
 
 
-def number_repeats(indices: list[int]) -> list[int]:
+def number_repeats(indices: list[int], drawn: Counter[int]) -> list[int]:
     """For each of this rank's prompts, how often the same row stands before it in this step, over all ranks.
 
-    A source drawn more than once, or a step across the end of an epoch, can hold a row twice; its samples get other
-    numbers, so that they are other samples. Collective.
+    A source drawn more than once, a step across the end of an epoch, or prompts that make up for others can hold a row
+    twice; its samples get other numbers, so that they are other samples. Collective.
+
+    Args:
+        indices: rows of this rank's prompts.
+        drawn: rows of earlier rollouts of the step; those of all ranks are added.
     """
-    seen: Counter[int] = Counter()
-    for part in all_gather_objects(indices)[: rank()]:
+    parts = all_gather_objects(indices)
+    seen = drawn.copy()
+    for part in parts[: rank()]:
         seen.update(part)
     numbers = []
     for index in indices:
         numbers.append(seen[index])
         seen[index] += 1
+    for part in parts:
+        drawn.update(part)
     return numbers
 
 
@@ -161,7 +184,7 @@ def score_responses(
     when the prompts were dealt.
 
     Args:
-        roles: actor, critic, reference, reward.
+        roles: actor, critic if there is one, reference, reward.
         voice: the sampling transforms.
         samples: of all ranks, the same on each.
         judges: what scores beside the reward model.
@@ -169,7 +192,7 @@ def score_responses(
         rescore: let the actor score too, by the forward that the update uses; else its log-probs are the decoder's, and
             its entropy stays unknown.
     """
-    for engine in (roles.actor, roles.critic):
+    for engine in roles.trained.values():
         engine.eval()
     mine: list[ScoredSequence] = []
     prompts = [(s.prompt.index, len(s.prompt.prompt_ids)) for s in samples]
@@ -189,7 +212,10 @@ def score_responses(
         sequences = batch.sequences
         reference = score_tokens(roles.reference, batch, voice, num_columns=num_columns)
         actor = score_tokens(roles.actor, batch, voice, num_columns=num_columns) if rescore else None
-        value_SR = sequences.summed(estimate_values(roles.critic, batch, num_columns=num_columns).float()).cpu()
+        value_SR = torch.zeros_like(reference.logprob_SR, dtype=torch.float32)
+        if roles.critic is not None:
+            value_SR = estimate_values(roles.critic, batch, num_columns=num_columns).float()
+        value_SR = sequences.summed(value_SR).cpu()
         score_S = sequences.summed(scores_at(roles.reward(**sequences.inputs), sequences.last_S)).tolist()
         ref_logprob_SR = sequences.summed(reference.logprob_SR).cpu()
         logprob_SR, entropy_SR = (
@@ -218,7 +244,7 @@ def score_responses(
                     gold=gold,
                 )
             )
-    for engine in (roles.actor, roles.critic):
+    for engine in roles.trained.values():
         engine.train()
     return gather_sequences(mine, roles.sharing)
 

@@ -1,4 +1,4 @@
-"""Step 3: PPO against the reward model, on the hybrid engine.
+"""Step 3: PPO, or another algorithm, against the reward model, on the hybrid engine.
 
 Run with `deepspeed --module step3_ppo.train --config ppo.yaml`, or as one plain process with `python -m`.
 """
@@ -6,12 +6,13 @@ Run with `deepspeed --module step3_ppo.train --config ppo.yaml`, or as one plain
 import dataclasses
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor
 
 from rlhf import ds_config
 from rlhf.checkpoint import Checkpoints
@@ -25,6 +26,7 @@ from rlhf.memory import measure_growth
 from rlhf.models.build import read_config
 from rlhf.models.split import check_rollout_split
 from rlhf.plan import flops
+from rlhf.resumable import Stateful
 from rlhf.rollout.answers import Voice
 from rlhf.rollout.graphs import check_graphs
 from rlhf.rollout.plan import Demand, MemoryPlan
@@ -36,12 +38,14 @@ from rlhf.run import Run
 from rlhf.sharing import Sharing, share_rows
 from rlhf.stage import Language, choose_batching, choose_scoring, export_model, flop_shape, load_language
 from rlhf.watchdog import watched
+from step3_ppo.algorithm import Objective
 from step3_ppo.checks import kl_is_zero
-from step3_ppo.config import PPOConfig, ShapingConfig
+from step3_ppo.config import PPOConfig, RolloutConfig
+from step3_ppo.drawing import Draw, Drawn, draw_step, shaped_scores
 from step3_ppo.evaluate import answer_held_out, describe, to_samples
-from step3_ppo.experience import Experience, ScoredSequence, right_pad, sequence_mask, to_experience
+from step3_ppo.experience import to_experience
 from step3_ppo.kl import KLCoefficient
-from step3_ppo.rewards import KL_ESTIMATORS, RunningScale, shape_score
+from step3_ppo.rewards import RunningScale
 from step3_ppo.roles import (
     Roles,
     build_roles,
@@ -52,14 +56,15 @@ from step3_ppo.roles import (
     score_range,
     trained_roles,
 )
-from step3_ppo.rollout import Judges, Sample, describe_decoding, roll_out, score_responses
+from step3_ppo.rollout import Judges, describe_decoding, roll_out, score_responses
+from step3_ppo.summary import headline, summarise
 from step3_ppo.update import update
 
 logger = logging.getLogger(__name__)
 
 
 def train(cfg: PPOConfig) -> None:
-    """Improve the SFT policy by PPO and leave folders of the policy and the critic."""
+    """Improve the SFT policy and leave folders of the policy and, if there is one, the critic."""
     check_artifacts(cfg)
     reward_range = score_range(cfg)
     ds = load_ds_configs(cfg)
@@ -86,48 +91,42 @@ def train(cfg: PPOConfig) -> None:
     rows = held_out_rows(cfg, language)
     kl_coef, scale = KLCoefficient(cfg.kl), RunningScale()
     count = make_count(cfg, roles, run)
-    checkpoints = Checkpoints(
-        run,
-        {"actor": roles.actor, "critic": roles.critic},
-        {"loader": loader, "kl_coef": kl_coef, "scale": scale},
-        language=language,
-    )
+    parts: dict[str, Stateful] = {"loader": loader, "kl_coef": kl_coef, "scale": scale}
+    checkpoints = Checkpoints(run, roles.trained, parts, language=language)
     checkpoints.resume()
     voice = trusted_voice(roles, make_voice(cfg, language, roles), rows or [prompts[0]])
     dtype = "float8" if cfg.actor.float8 != "none" else ds_config.dtype_name(ds["actor"])
     score_batching, update_batching = make_batchings(cfg, language, ds)
 
+    draw = make_draw(cfg, roles, voice, judges, score_batching, scale, run, dtype=dtype)
     evaluate = make_evaluation(cfg, roles, voice, judges, score_batching, rows, run)
     before = run.once("before", lambda: evaluate(0, "before"))
     for step, micro_batches in checkpoints.steps(loader):
         with checkpoints.guarded(step):
-            with run.timer("rollout"), rollout_memory(run, voice.plan, step=step):
-                mine = [row for micro in micro_batches for row in micro]
-                samples, decoded = roll_out(
-                    roles, voice, mine, samples_per_prompt=cfg.rollout.samples_per_prompt, seed=cfg.run.seed, step=step
-                )
-            with run.timer("score"):
-                sequences = score_responses(
-                    roles,
-                    voice,
-                    samples,
-                    judges,
-                    batching=score_batching,
-                    rescore=cfg.rollout.old_logprobs == "rescore",
-                )
-                if roles.actor.step_count == 0 and not cfg.reference.path:
-                    kl_is_zero(sequences, dtype=dtype)
-                score_B = shaped_scores(sequences, scale, cfg.shaping)
-                kl_BR = penalty_kl(sequences, cfg.kl.estimator)
-                experience = to_experience(sequences, score_B, kl_BR, kl_coef=kl_coef.value, gae_config=cfg.gae)
-            with run.timer("update"):
-                updated = update(
-                    roles, experience, voice, cfg.update, run, batching=update_batching, step=step, dtype=dtype
-                )
-            values = summarise(experience, kl_coef=kl_coef.value)
-            run.metrics.set({**values, **describe_decoding(decoded)})
-            kl_coef.update(values["ppo/kl_ref"], num_sequences=len(sequences))
-            count(samples[rank() :: world_size()])
+            drawn = draw_step(
+                partial(draw, step), micro_batches, partial(more_prompts, loader, cfg.rollout, step), cfg.rollout
+            )
+            experience, updated = None, {}
+            if drawn.kept:
+                with run.timer("score"):
+                    experience = to_experience(
+                        drawn.kept_sequences,
+                        drawn.kept_score_B,
+                        kl_coef=kl_coef.value,
+                        method=cfg.method,
+                        gae_config=cfg.gae,
+                    )
+                with run.timer("update"):
+                    objective = Objective(update=cfg.update, method=cfg.method, kl_coef=kl_coef.value)
+                    updated = update(
+                        roles, experience, voice, objective, run, batching=update_batching, step=step, dtype=dtype
+                    )
+            else:
+                logger.warning("step %d: all responses to each prompt score alike; nothing is trained on", step)
+            values = summarise(drawn, experience, kl_coef=kl_coef.value, has_critic=cfg.has_critic)
+            run.metrics.set({**values, **describe_decoding(drawn.decoded)})
+            kl_coef.update(values["ppo/kl_ref"], num_sequences=len(drawn.sequences))
+            count(drawn)
             run.observe(step, {**values, **updated, **reward_range})
             run.log(step)
             if run.every(cfg.run.eval_every, step) and step < len(loader):
@@ -136,23 +135,69 @@ def train(cfg: PPOConfig) -> None:
     metrics = headline(before, evaluate(len(loader), "after"), judges)
     parents = [cfg.actor.path, cfg.reward.path]
     folder = export_model(roles.actor, language, run, kind="policy", parents=parents, metrics=metrics)
-    export_model(roles.critic, language, run, kind="critic", parents=parents, metrics={}, name="critic")
+    if roles.critic is not None:
+        export_model(roles.critic, language, run, kind="critic", parents=parents, metrics={}, name="critic")
     run.finish(metrics, folder)
 
 
-def make_count(cfg: PPOConfig, roles: Roles, run: Run) -> Callable[[Sequence[Sample]], None]:
+def make_draw(
+    cfg: PPOConfig,
+    roles: Roles,
+    voice: Voice,
+    judges: Judges,
+    batching: Batching,
+    scale: RunningScale,
+    run: Run,
+    *,
+    dtype: str,
+) -> Callable[[int, list[list[PromptRow]], Counter[int]], Draw]:
+    """A function that draws and scores responses: of (step, this rank's prompts, rows drawn in this step before)."""
+
+    def draw(step: int, micro_batches: list[list[PromptRow]], seen: Counter[int]) -> Draw:
+        prompts = [row for micro in micro_batches for row in micro]
+        with run.timer("rollout"), rollout_memory(run, None if seen else voice.plan, step=step):
+            samples, decoded = roll_out(
+                roles, voice, prompts, samples_per_prompt=cfg.rollout.samples_per_prompt, seed=cfg.run.seed, step=step,
+                drawn=seen,
+            )  # fmt: skip
+        with run.timer("score"):
+            rescore = cfg.rollout.old_logprobs == "rescore"
+            sequences = score_responses(roles, voice, samples, judges, batching=batching, rescore=rescore)
+            if roles.actor.step_count == 0 and not cfg.reference.path:
+                kl_is_zero(sequences, dtype=dtype)
+            score_B = shaped_scores(
+                sequences, scale, cfg.shaping, max_response_tokens=cfg.data.max_response_tokens
+            )  # fmt: skip
+        return Draw(sequences=sequences, score_B=score_B, decoded=decoded)
+
+    return draw
+
+
+def more_prompts(loader: Loader[PromptRow], rollout: RolloutConfig, step: int, number: int) -> list[list[PromptRow]]:
+    """This rank's prompts of the step's further rollout `number`, from 1: rows that come after those of the last step.
+
+    They are a function of step and number, so a resume draws the same ones, and no step loses its own.
+    """
+    size = rollout.prompts_per_step
+    place = len(loader) + (step - 1) * (rollout.most_draws - 1) + number - 1
+    return loader.batch_at(range(place * size, (place + 1) * size))
+
+
+def make_count(cfg: PPOConfig, roles: Roles, run: Run) -> Callable[[Drawn], None]:
     """A function that counts the tokens of responses, and the model FLOPs that they take in all phases."""
     run.watch(roles.engines)
-    policy, scorer = flop_shape(roles.actor.module), flop_shape(roles.critic.module)
+    policy, scorer = flop_shape(roles.actor.module), flop_shape(roles.reward.module)
 
-    def count(samples: Sequence[Sample]) -> None:
-        run.count_tokens(sum(sample.num_tokens for sample in samples))
-        if policy is None or scorer is None:
-            return
-        for sample in samples:
+    def count(drawn: Drawn) -> None:
+        kept = set(drawn.kept)
+        for i in range(rank(), len(drawn.sequences), world_size()):
+            prompt, response = len(drawn.sequences[i].prompt_ids), len(drawn.sequences[i].response_ids)
+            run.count_tokens(prompt + response)
+            if policy is None or scorer is None:
+                continue
             run.count_flops(flops.ppo_row(
-                policy, scorer, len(sample.prompt.prompt_ids), len(sample.response.token_ids),
-                epochs=cfg.update.epochs, lora=cfg.actor.lora.rank,
+                policy, scorer, prompt, response, epochs=cfg.update.epochs if i in kept else 0,
+                lora=cfg.actor.lora.rank, critic=cfg.has_critic,
             ))  # fmt: skip
 
     return count
@@ -254,7 +299,7 @@ def make_batchings(cfg: PPOConfig, language: Language, ds: dict[str, dict[str, A
     """
     models = model_configs(cfg)
     longest_row = cfg.data.max_prompt_tokens + cfg.data.max_response_tokens
-    micro_batch_size = min(ds_config.micro_batch_size(ds[role]) for role in ("actor", "critic"))
+    micro_batch_size = min(ds_config.micro_batch_size(ds[role]) for role in ("actor", "critic") if role in ds)
     training = choose_batching(
         list(models.values()), cfg.data, language, max_rows=micro_batch_size, longest_row=longest_row
     )
@@ -322,67 +367,6 @@ def trusted_voice(roles: Roles, voice: Voice, rows: Sequence[PromptRow]) -> Voic
         return voice
     logger.warning("rollout self-check failed, decoding by Hugging Face's generate: %s", check.message)
     return dataclasses.replace(voice, plain=True)
-
-
-def shaped_scores(sequences: Sequence[ScoredSequence], scale: RunningScale, config: ShapingConfig) -> Tensor:
-    """score_B after scaling, clipping and penalties; the running scale takes in this step's scores first."""
-    score_B = torch.tensor([s.score for s in sequences])
-    if config.scale == "running":
-        scale.update(len(score_B), float(score_B.double().sum()), float(score_B.double().square().sum()))
-        score_B = score_B / scale.std
-    return shape_score(
-        score_B,
-        stopped_B=torch.tensor([s.stopped for s in sequences]),
-        length_B=torch.tensor([len(s.response_ids) for s in sequences]),
-        clip=config.clip,
-        missing_stop_penalty=config.missing_stop_penalty,
-        length_penalty=config.length_penalty,
-    )
-
-
-def penalty_kl(sequences: Sequence[ScoredSequence], estimator: str) -> Tensor:
-    """kl_BR by the penalty's estimator, nats; 0 outside the responses."""
-    kl_BR = KL_ESTIMATORS[estimator](
-        right_pad([s.old_logprob_R for s in sequences]), right_pad([s.ref_logprob_R for s in sequences])
-    )
-    return kl_BR * sequence_mask(sequences)
-
-
-def summarise(experience: Experience, *, kl_coef: float) -> dict[str, float]:
-    """Metrics of one rollout, of all ranks."""
-    sequences = experience.sequences
-    return {
-        # The update measures the entropy: where the decoder's log-probs are the old ones, nothing else has seen it.
-        **{f"ppo/{name}": value for name, value in describe(sequences).items() if name != "entropy"},
-        "ppo/kl_coef": kl_coef,
-        "ppo/model_score": sum(s.model_score for s in sequences) / len(sequences),
-        "ppo/reward": float(experience.reward_BR.sum()) / len(sequences),
-        "value/explained_variance": explained_variance(experience),
-    }
-
-
-def explained_variance(experience: Experience) -> float:
-    """1 - var(return - value) / var(return) over response tokens, of the values at rollout; 0 if returns are equal."""
-    returns, values = experience.return_BR[experience.mask_BR], experience.old_value_BR[experience.mask_BR]
-    variance = float(returns.var(correction=0))
-    return 1.0 - float((returns - values).var(correction=0)) / variance if variance > 0 else 0.0
-
-
-def headline(before: dict[str, float], after: dict[str, float], judges: Judges) -> dict[str, float]:
-    """The stage's entries of summary.json; what was not measured is left out."""
-    metrics: dict[str, float] = {}
-    for name in ("gold", "score"):
-        for short, values in (("sft", before), ("ppo", after)):
-            if name in values:
-                metrics[f"{name}_{short}"] = values[name]
-    if judges.gold is not None:
-        metrics["gold_max"] = judges.gold.maximum
-    if "kl_ref" in after:
-        metrics["kl"] = after["kl_ref"]
-    for name in ("entropy", "distinct_frac", "response_length", "stop_frac"):
-        if name in after:
-            metrics[name] = after[name]
-    return metrics
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Training actor and critic on one rollout."""
+"""Training actor and critic, if there is one, on one rollout."""
 
 import logging
 
@@ -6,14 +6,15 @@ import torch
 
 from rlhf.data.batching import Batching
 from rlhf.distributed import all_sum
+from rlhf.engine import TrainEngine
 from rlhf.ops import masked_sum
 from rlhf.rollout.answers import Voice
 from rlhf.rollout.importance import importance_weights
 from rlhf.run import Run
+from step3_ppo.algorithm import Objective, UpdateConfig
 from step3_ppo.checks import TOLERANCE, ratio_is_one
-from step3_ppo.config import UpdateConfig
 from step3_ppo.experience import Experience, MicroBatch
-from step3_ppo.loss import policy_loss_sum, value_loss_sum
+from step3_ppo.loss import LOG_RATIOS, kl_loss_sum, policy_loss_sum, value_loss_sum
 from step3_ppo.roles import Roles
 from step3_ppo.rollout import estimate_values, score_tokens
 
@@ -24,7 +25,7 @@ def update(
     roles: Roles,
     experience: Experience,
     voice: Voice,
-    config: UpdateConfig,
+    objective: Objective,
     run: Run,
     *,
     batching: Batching,
@@ -34,19 +35,20 @@ def update(
     """Several epochs of minibatches over the rollout; each minibatch is one step of the critic and of the actor.
 
     Args:
-        roles: actor and critic are updated.
+        roles: actor and critic, if there is one, are updated.
         experience: of all ranks.
         voice: the sampling transforms.
-        config: of the update.
+        objective: what is minimised.
         run: takes the metrics; names the seeds.
         batching: how sequences become micro-batches, of actor and critic alike.
         step: number of the PPO step, from 1.
         dtype: type that the actor computes in.
 
     Returns:
-        Over the minibatches and all ranks, per response token: `loss` of the critic and, where the actor was trained,
-        `ppo/entropy`.
+        Over the minibatches and all ranks, per response token: `loss` of the critic, if there is one, and, where the
+        actor was trained, `ppo/entropy`.
     """
+    config = objective.update
     trains_actor = step > config.critic_warmup_steps
     num_skipped = 0
     num_tokens = loss_sum = entropy_sum = 0.0
@@ -79,17 +81,19 @@ def update(
                 # Only there is the actor still the policy that sampled.
                 gap_limit = rounding if epoch == number == 0 else None
                 kl_old, entropy = _update_actor(
-                    roles, micro_batches, voice, config, run, count=count, gap_limit=gap_limit, dtype=dtype
+                    roles, micro_batches, voice, objective, run, count=count, gap_limit=gap_limit, dtype=dtype
                 )
                 entropy_sum += entropy * count
                 if config.target_kl and kl_old > config.target_kl:
                     num_skipped = 1
-            loss_sum += _update_critic(roles, micro_batches, config, run, count=count) * count
+            if roles.critic is not None:
+                loss_sum += _update_critic(roles.critic, micro_batches, config, run, count=count) * count
             num_tokens += count
     num_left_out = max(0, num_skipped - 1)
     run.metrics.add({"policy/skipped_frac": (num_left_out, num_minibatches)})
     entropy_mean = {"ppo/entropy": entropy_sum / num_tokens} if trains_actor else {}
-    return {"loss": loss_sum / num_tokens, **entropy_mean}
+    loss_mean = {} if roles.critic is None else {"loss": loss_sum / num_tokens}
+    return {**loss_mean, **entropy_mean}
 
 
 def _global_count(micro_batches: list[MicroBatch]) -> float:
@@ -101,7 +105,7 @@ def _update_actor(
     roles: Roles,
     micro_batches: list[MicroBatch],
     voice: Voice,
-    config: UpdateConfig,
+    objective: Objective,
     run: Run,
     *,
     count: float,
@@ -115,7 +119,10 @@ def _update_actor(
     With `gap_limit` the weights are those that sampled: how far the decoder's log-probs are from this forward's is
     measured, and said if it is more.
     """
+    config, method = objective.update, objective.method
     sums = torch.zeros(3, device=roles.actor.device)
+    # What the loss is a mean over; of tokens it is `count`.
+    divisor = float(all_sum(torch.stack([masked_sum(m.share_SR, m.mask_SR) for m in micro_batches]).double().sum()))
     for i, micro in enumerate(micro_batches):
         actor = score_tokens(roles.actor, micro.batch, voice, num_columns=micro.mask_SR.shape[1])
         if roles.actor.step_count == 0:
@@ -126,18 +133,32 @@ def _update_actor(
             advantage_SR = advantage_SR * importance_weights(
                 micro.old_logprob_SR, micro.rollout_logprob_SR, micro.mask_SR, cap=config.importance_cap
             )
+        weight_SR, share_SR = micro.weight_SR * micro.mask_SR, micro.share_SR * micro.mask_SR
         loss, stats = policy_loss_sum(
-            actor.logprob_SR, micro.old_logprob_SR, advantage_SR, micro.mask_SR, clip_ratio=config.clip_ratio
+            LOG_RATIOS[method.ratio](actor.logprob_SR, micro.old_logprob_SR, micro.mask_SR),
+            advantage_SR,
+            weight_SR,
+            share_SR,
+            clip_low=config.clip_ratio,
+            clip_high=config.upper_clip,
+            dual_clip=config.dual_clip,
         )
+        if objective.kl_loss_coef:
+            kl_loss, kl_stats = kl_loss_sum(
+                actor.logprob_SR, micro.ref_logprob_SR, weight_SR, estimator=method.kl_estimator
+            )
+            loss = loss + objective.kl_loss_coef * kl_loss
+            stats.update(kl_stats)
+        entropy_sum = masked_sum(actor.entropy_SR.detach(), micro.mask_SR)
         # Without a bonus nothing is asked of its gradient, which costs as much as the loss's own.
-        entropy_SR = actor.entropy_SR if config.entropy_coef else actor.entropy_SR.detach()
-        entropy_sum = masked_sum(entropy_SR, micro.mask_SR)
-        roles.actor.accumulate(loss - config.entropy_coef * entropy_sum, count=count, last=i == len(micro_batches) - 1)
-        run.metrics.add({**stats, "ppo/entropy": (entropy_sum.detach(), micro.mask_SR.sum())})
+        if config.entropy_coef:
+            loss = loss - config.entropy_coef * (actor.entropy_SR * weight_SR).sum()
+        roles.actor.accumulate(loss, count=divisor, last=i == len(micro_batches) - 1)
+        run.metrics.add({**stats, "ppo/entropy": (entropy_sum, micro.mask_SR.sum())})
         run.count_padding(micro.batch.sequences)
         gap_SR = (actor.logprob_SR.detach() - micro.rollout_logprob_SR).abs()
         kl_sum, gap_sum = torch.as_tensor(stats["policy/kl_old"][0]), masked_sum(gap_SR, micro.mask_SR)
-        sums += torch.stack([kl_sum, gap_sum, entropy_sum.detach()])
+        sums += torch.stack([kl_sum, gap_sum, entropy_sum])
     update = roles.actor.step()
     run.metrics.set({"train/lr": update.lr, "train/grad_norm": update.grad_norm})
     kl_old, gap, entropy = (all_sum(sums) / count).tolist()
@@ -152,19 +173,19 @@ def _update_actor(
 
 
 def _update_critic(
-    roles: Roles, micro_batches: list[MicroBatch], config: UpdateConfig, run: Run, *, count: float
+    critic: TrainEngine, micro_batches: list[MicroBatch], config: UpdateConfig, run: Run, *, count: float
 ) -> float:
     """One optimiser step of the critic; returns its loss, per token."""
     for i, micro in enumerate(micro_batches):
         loss, stats = value_loss_sum(
-            estimate_values(roles.critic, micro.batch, num_columns=micro.mask_SR.shape[1]),
+            estimate_values(critic, micro.batch, num_columns=micro.mask_SR.shape[1]),
             micro.old_value_SR,
             micro.return_SR,
             micro.mask_SR,
             clip_value=config.clip_value,
         )
-        roles.critic.accumulate(loss, count=count, last=i == len(micro_batches) - 1)
+        critic.accumulate(loss, count=count, last=i == len(micro_batches) - 1)
         run.metrics.add(stats)
-    update = roles.critic.step()
+    update = critic.step()
     run.metrics.set({"critic/lr": update.lr, "critic/grad_norm": update.grad_norm})
     return update.loss

@@ -28,7 +28,8 @@ from rlhf.config import (
 from rlhf.health_config import HealthConfig, LossConfig
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig
-from step3_ppo.config import DeepSpeedConfigs, PPOConfig, RolloutConfig, UpdateConfig
+from step3_ppo.algorithm import UpdateConfig
+from step3_ppo.config import DeepSpeedConfigs, PPOConfig, RolloutConfig
 
 MODEL = {
     "model_type": "opt",

@@ -15,7 +15,7 @@ from rlhf.bench.process import ChildError, exit_code
 from rlhf.bench.result import NAMES, Result
 from rlhf.bench.show import seconds
 from rlhf.bench.steps import STAGES, Recipe, Sources, measure, prepare
-from rlhf.plan.setting import dtype_of
+from rlhf.plan.setting import dtype_of, has_critic
 from rlhf.sections import markdown_table, read_page, write_section
 from rlhf.terminal import console, make_table
 
@@ -189,10 +189,15 @@ def select(known: Sequence[Strategy], names: str) -> list[Strategy]:
     return [strategy for strategy in known if not wanted or strategy.name in wanted]
 
 
+def _trained(recipe: Recipe, number: int) -> list[tuple[str, str]]:
+    """What `_TRAINED` says, without the critic where the algorithm has none."""
+    return [pair for pair in _TRAINED[number] if pair[0] != "critic" or has_critic(recipe.stages["ppo"])]
+
+
 def _jsons(recipe: Recipe, number: int, sources: Sources) -> dict[str, Mapping[str, Any]]:
     """Key of a trained model's DeepSpeed JSON -> its content."""
     found = {}
-    for _, key in _TRAINED[number]:
+    for _, key in _trained(recipe, number):
         name: Any = recipe.stages[STAGES[number]]
         for part in key.split("."):
             name = name[part]
@@ -202,10 +207,12 @@ def _jsons(recipe: Recipe, number: int, sources: Sources) -> dict[str, Mapping[s
 
 def _flags(strategy: Strategy, recipe: Recipe, number: int, work: Path, sources: Sources) -> Iterator[str]:
     """Writes the strategy's DeepSpeed JSONs, and gives the flags that name them and set the models' keys."""
-    stage, jsons = STAGES[number], _jsons(recipe, number, sources)
+    stage, jsons, trained = STAGES[number], _jsons(recipe, number, sources), _trained(recipe, number)
     work.mkdir(parents=True, exist_ok=True)
-    yield from (f"--{stage}.{key}={value}" for key, value in strategy.stage.items())
-    for section, key in _TRAINED[number]:
+    for key, value in strategy.stage.items():
+        if not key.startswith("critic_optim.") or ("critic", "deepspeed.critic") in trained:
+            yield f"--{stage}.{key}={value}"
+    for section, key in trained:
         raw = dict(jsons[key])
         if strategy.zero["stage"] != 3:
             raw.pop("hybrid_engine", None)

@@ -84,12 +84,16 @@ class Loader(Generic[RowT_co]):
 
     def __iter__(self) -> Iterator[list[list[RowT_co]]]:
         while self.consumed_rows < self.num_rows:
-            end = min(self.consumed_rows + self.global_batch_size, self.num_rows)
-            rows = [self.row_at(position + self.skipped_rows) for position in range(self.consumed_rows, end)]
-            shares = self.batching.split(self.dataset.lengths[rows].tolist(), world_size=self.world_size)
+            start = self.consumed_rows
             # Before the yield: whoever saves in the loop's body has trained on this batch.
-            self.consumed_rows = end
-            yield [[self.dataset[rows[i]] for i in micro] for micro in shares[self.rank]]
+            self.consumed_rows = min(start + self.global_batch_size, self.num_rows)
+            yield self.batch_at(range(start, self.consumed_rows))
+
+    def batch_at(self, positions: range) -> list[list[RowT_co]]:
+        """This rank's micro-batches of the rows at some positions of the endless order, also beyond the last step's."""
+        rows = [self.row_at(position + self.skipped_rows) for position in positions]
+        shares = self.batching.split(self.dataset.lengths[rows].tolist(), world_size=self.world_size)
+        return [[self.dataset[rows[i]] for i in micro] for micro in shares[self.rank]]
 
     def row_at(self, position: int) -> int:
         """Row of the data set at a position of the endless order."""

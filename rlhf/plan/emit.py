@@ -79,8 +79,9 @@ def emit(setting: Setting, folder: Path, *, template: Template, load: LoadJson) 
     sft, ppo = setting.sft.layout, setting.ppo
     _check(replace(sft, pipeline=1) if sft.virtual == sft.tensor == sft.context == 1 else sft)
     for trained in (setting.preference.layout, ppo.actor, ppo.critic):
-        _check(trained)
-    if (ppo.actor.tensor, ppo.actor.context) != (ppo.critic.tensor, ppo.critic.context):
+        if trained is not None:
+            _check(trained)
+    if ppo.critic is not None and (ppo.actor.tensor, ppo.actor.context) != (ppo.critic.tensor, ppo.critic.context):
         raise ValueError(
             f"--emit cannot write tensor {ppo.actor.tensor} for the actor and {ppo.critic.tensor} for the critic: this "
             "code shares weights and rows of both alike. Plan the same for both."
@@ -142,9 +143,12 @@ def _texts(setting: Setting, folder: Path, template: Template, load: LoadJson) -
         docs["pipeline"]["stages"]["reward"].get("feeds", {}).pop("model.path", None)
     ppo, roles = docs["ppo"], setting.ppo
     sources = {"reference": "frozen", "reward": "frozen", **ppo["deepspeed"]}
+    if roles.critic is None:
+        sources.pop("critic", None)
     ppo["deepspeed"] = {
         role: put_json("reward_model" if role == "reward" else role, sources[role], getattr(roles, role), ppo["data"])
         for role in ("actor", "critic", "reference", "reward")
+        if role in sources
     }
     _fill_ppo(ppo, setting)
     head = f"# Written by `rlhf plan --emit` from {old} for {setting.gpus} x {setting.device.name}.\n"
@@ -224,7 +228,8 @@ def _fill_ppo(doc: dict[str, Any], setting: Setting) -> None:
     doc["update"].update(minibatch_size=ppo.minibatch, epochs=ppo.epochs)
     doc["max_steps"] = max(1, round(ppo.prompts / (prompts * samples)))
     _fill_model(doc["actor"], ppo.actor)
-    _fill_float8(doc.setdefault("critic", {}), ppo.critic)
+    if ppo.critic is not None:
+        _fill_float8(doc.setdefault("critic", {}), ppo.critic)
     if ppo.actor.dtype == "fp8":  # the decoder computes in another type
         doc["rollout"]["old_logprobs"] = "rescore"
 

@@ -60,16 +60,25 @@ def rollout_row(policy: Shape, prompt: float, response: float) -> float:
     return forward(policy, prompt + response - 1, targets=response)
 
 
-def ppo_row(policy: Shape, reward: Shape, prompt: float, response: float, *, epochs: int = 1, lora: int = 0) -> float:
+def ppo_row(
+    policy: Shape,
+    reward: Shape,
+    prompt: float,
+    response: float,
+    *,
+    epochs: int = 1,
+    lora: int = 0,
+    critic: bool = True,
+) -> float:
     """Model FLOPs of one response in a PPO iteration.
 
-    The rollout gives the old log-probabilities; the reference, the reward model and the critic read the row once; actor
-    (with adapters of rank `lora`, if that is not 0) and critic are trained on it `epochs` times. Critic and reward
-    model have one shape.
+    The rollout gives the old log-probabilities; the reference, the reward model and, if there is one, the critic read
+    the row once; actor (with adapters of rank `lora`, if that is not 0) and critic are trained on it `epochs` times.
+    Critic and reward model have one shape.
     """
     length = prompt + response
-    scored = forward(policy, length, targets=response) + 2 * forward(reward, length)
-    trained = update(policy, [length], targets=response, lora=lora) + update(reward, [length])
+    scored = forward(policy, length, targets=response) + (1 + critic) * forward(reward, length)
+    trained = update(policy, [length], targets=response, lora=lora) + critic * update(reward, [length])
     return rollout_row(policy, prompt, response) + scored + epochs * trained
 
 

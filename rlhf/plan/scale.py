@@ -138,8 +138,7 @@ def at_size(setting: Setting, gpus: int, kind: Kind) -> Setting:
     ppo = setting.ppo
     grown = gpus / setting.gpus if kind == "weak" else 1.0
     spread_ppo: Policy = replace(
-        ppo, actor=spread(ppo.actor), critic=spread(ppo.critic), reference=spread(ppo.reference),
-        reward=spread(ppo.reward), prompts_per_step=max(1, round(ppo.prompts_per_step * grown)),
+        ppo.map(spread), prompts_per_step=max(1, round(ppo.prompts_per_step * grown)),
         minibatch=max(1, round(ppo.minibatch * grown)),
     )  # fmt: skip
     return replace(

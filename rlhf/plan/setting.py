@@ -33,7 +33,8 @@ class Policy:
     """Step 3."""
 
     actor: Layout
-    critic: Layout
+    critic: Layout | None
+    """None with an algorithm that has no critic."""
     reference: Layout
     reward: Layout
     prompts: float
@@ -47,6 +48,13 @@ class Policy:
     epochs: int = 1
     hybrid: bool = True
     """The actor's weights are gathered once for a rollout (`rollout.weights`)."""
+
+    def map(self, change: Callable[[Layout], Layout]) -> "Policy":
+        """The same with every role's layout changed."""
+        return replace(
+            self, actor=change(self.actor), critic=None if self.critic is None else change(self.critic),
+            reference=change(self.reference), reward=change(self.reward),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,6 +233,7 @@ def from_recipe(
             ppo, ppo[role], jsons[role], minibatch, ppo.get(f"{role}_optim", {}), trained=role in ("actor", "critic")
         )  # fmt: skip
         for role in ("actor", "critic", "reference", "reward")
+        if role != "critic" or has_critic(ppo)
     }
     per_step = int(rollout["prompts_per_step"]) * int(rollout["samples_per_prompt"])
     return Setting(
@@ -235,7 +244,8 @@ def from_recipe(
                                           int(preference["global_batch_size"]), preference["optim"]),
                             rows=rows.pairs, epochs=float(preference["epochs"])),
         ppo=Policy(
-            **roles, prompts=float(ppo["max_steps"]) * per_step, prompts_per_step=per_step,
+            actor=roles["actor"], critic=roles.get("critic"), reference=roles["reference"], reward=roles["reward"],
+            prompts=float(ppo["max_steps"]) * per_step, prompts_per_step=per_step,
             decode_batch=int(rollout["batch_size"]), score_batch=_score_rows(ppo["data"], prompt + response),
             minibatch=minibatch, epochs=int(update["epochs"]),
             hybrid=_gathered_whole(rollout, actor, device),
@@ -252,6 +262,11 @@ def _stand_ins(sft: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
         "update": {"minibatch_size": batch, "epochs": 1}, "max_steps": 1,
     }  # fmt: skip
     return {"reward": {**sft, "model": {**sft["model"], "path": FED}}, "ppo": ppo}
+
+
+def has_critic(ppo: Mapping[str, Any]) -> bool:
+    """Whether a resolved config of step 3 trains a critic; of its algorithms PPO alone does."""
+    return bool(ppo.get("algorithm", "ppo") == "ppo")
 
 
 def dtype_of(ds: Mapping[str, Any]) -> str:
@@ -290,8 +305,7 @@ def with_lengths(setting: Setting, *, prompt: float, response: float, micro_batc
         sft=replace(setting.sft, layout=change(setting.sft.layout)),
         preference=replace(setting.preference, layout=change(setting.preference.layout)),
         ppo=replace(
-            ppo, actor=change(ppo.actor), critic=change(ppo.critic), reference=change(ppo.reference),
-            reward=change(ppo.reward), score_batch=max(1, ppo.score_batch * setting.length // length),
+            ppo.map(change), score_batch=max(1, ppo.score_batch * setting.length // length),
         ),
     )  # fmt: skip
 

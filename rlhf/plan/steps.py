@@ -135,10 +135,12 @@ def _ppo(setting: Setting, ppo: Policy) -> StepPlan:
     total = rows * layout.data
     updates = ppo.epochs * max(1, round(ppo.prompts_per_step / ppo.minibatch))
     needed = total * flops.ppo_row(
-        setting.actor, setting.reward, setting.prompt, setting.response, epochs=ppo.epochs, lora=layout.lora
+        setting.actor, setting.reward, setting.prompt, setting.response, epochs=ppo.epochs, lora=layout.lora,
+        critic=ppo.critic is not None,
     )  # fmt: skip
     again = _recomputed(setting.actor, layout, setting.length)
-    again += _recomputed(setting.reward, ppo.critic, setting.length)
+    if ppo.critic is not None:
+        again += _recomputed(setting.reward, ppo.critic, setting.length)
     return StepPlan(
         number=3, layout=layout, memory=ppo_memory(setting), seconds=_ppo_seconds(setting, rows, updates), rows=total,
         tokens=total * setting.length, model_flops=needed, hardware_flops=needed + total * ppo.epochs * again,
@@ -158,14 +160,17 @@ def _ppo_seconds(setting: Setting, rows: int, updates: int) -> dict[str, float]:
     drawn = rollout(setting.actor, ppo.actor, device, work)
     scoring = score(setting.actor, _reading(ppo.reference, ppo.score_batch), device, rows, stack=stack)
     for layout in (ppo.reward, ppo.critic):
-        small = _reading(layout, ppo.score_batch)
-        scoring += score(setting.reward, small, device, rows, stack=stack, head=False)
+        if layout is not None:
+            small = _reading(layout, ppo.score_batch)
+            scoring += score(setting.reward, small, device, rows, stack=stack, head=False)
     actor = step(setting.actor, ppo.actor, device, stack).total
-    critic = step(setting.reward, ppo.critic, device, stack, with_head=False).total
-    return {
+    seconds = {
         "gather": drawn.gather, "prefill": drawn.prefill, "decode": drawn.decode, "score": scoring,
-        "update actor": updates * actor, "update critic": updates * critic,
+        "update actor": updates * actor,
     }  # fmt: skip
+    if ppo.critic is not None:
+        seconds["update critic"] = updates * step(setting.reward, ppo.critic, device, stack, with_head=False).total
+    return seconds
 
 
 def _reading(layout: Layout, batch: int) -> Layout:
@@ -173,11 +178,13 @@ def _reading(layout: Layout, batch: int) -> Layout:
 
 
 def ppo_memory(setting: Setting) -> dict[str, Memory]:
-    """Bytes by phase: states of the four models stay, the rest belongs to the phase."""
+    """Bytes by phase: states of all models stay, the rest belongs to the phase."""
     ppo = setting.ppo
     stack = stack_of(ppo.actor)
     actor = memory.training(setting.actor, ppo.actor, stack)
-    critic = memory.training(setting.reward, ppo.critic, replace(stack, logit_bytes=0))
+    critic = Memory()
+    if ppo.critic is not None:
+        critic = memory.training(setting.reward, ppo.critic, replace(stack, logit_bytes=0))
     reference = memory.reading(setting.actor, setting.actor.parameters, ppo.reference, rows=0, length=0)
     scorer = memory.reading(setting.reward, setting.reward.backbone_parameters, ppo.reward, rows=0, length=0)
     # With adapters the reference is the actor without them.
@@ -296,6 +303,5 @@ def _doubled(setting: Setting) -> Setting:
     return replace(
         setting, gpus=2 * setting.gpus, sft=replace(setting.sft, layout=twice(setting.sft.layout)),
         preference=replace(setting.preference, layout=twice(setting.preference.layout)),
-        ppo=replace(ppo, actor=twice(ppo.actor), critic=twice(ppo.critic), reference=twice(ppo.reference),
-                    reward=twice(ppo.reward)),
+        ppo=ppo.map(twice),
     )  # fmt: skip

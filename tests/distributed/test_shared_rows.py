@@ -24,7 +24,7 @@ from rlhf.models.scalar_head import ScalarModel, scores_at
 from rlhf.rollout.weights import Lending
 from rlhf.sharing import Sharing
 from step2_reward.loss import ranking_loss_sum
-from step3_ppo.config import GAEConfig, UpdateConfig
+from step3_ppo.algorithm import GAEConfig, KLConfig, Objective, UpdateConfig, choose_method
 from step3_ppo.experience import Experience, ScoredSequence, to_experience
 from step3_ppo.roles import Roles
 from step3_ppo.update import update
@@ -44,6 +44,7 @@ PAIRS = (
 )
 TEMPERATURE = 0.7
 UPDATE = UpdateConfig(epochs=2, minibatch_size=4, clip_ratio=0.02, clip_value=0.05, entropy_coef=0.01)
+METHOD = choose_method("ppo", UPDATE, KLConfig(), group_size=1, max_response_tokens=30)
 # Prompt (by number) and response lengths of eight sequences, three of them of one prompt.
 SEQUENCES = ((0, 5), (0, 1), (0, 9), (1, 4), (2, 12), (3, 2), (4, 1), (5, 30))
 
@@ -216,8 +217,7 @@ def experience_of(actor: Any, critic: Any) -> Experience:
             )
         )  # fmt: skip
     score_B = torch.from_numpy(rng.normal(size=len(sequences))).float()
-    kl_BR = torch.nn.utils.rnn.pad_sequence([s.old_logprob_R * 0 + 0.1 for s in sequences], batch_first=True)
-    return to_experience(sequences, score_B, kl_BR, kl_coef=0.1, gae_config=GAEConfig())
+    return to_experience(sequences, score_B, kl_coef=0.1, method=METHOD, gae_config=GAEConfig())
 
 
 class Recorder:
@@ -305,7 +305,7 @@ def ppo_job(cases: list[Case], *, sp: int) -> list[dict[str, float]]:
             sharing=Sharing(sequence=distributed.group_of(sp)),
         )
         said = update(
-            roles, experience, voice, UPDATE, run,  # type: ignore[arg-type]
+            roles, experience, voice, Objective(update=UPDATE, method=METHOD, kl_coef=0.1), run,  # type: ignore[arg-type]
             batching=Batching(max_rows=1, max_tokens=24), step=1, dtype="float32",
         )  # fmt: skip
         expected = plain_epochs(*plain, experience)

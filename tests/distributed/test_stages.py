@@ -119,7 +119,7 @@ def ppo(folder: Path, name: str, **changes: Any) -> list[list[list[int]]]:
             "kl__target": 0.01,
             "kl__horizon": 50.0,
             "actor_optim__eps": EPS,
-            "critic_optim__eps": EPS,
+            **({} if "critic_optim" in changes else {"critic_optim__eps": EPS}),
             "deepspeed__actor": ds_json(folder, name, micro_batch_size=2),
             "deepspeed__critic": ds_json(folder, f"cpu_{zero}", micro_batch_size=2),
             "deepspeed__reference": frozen,
@@ -284,6 +284,51 @@ def test_step3_is_one_trajectory(runs: Runs, way: str) -> None:
     )
     assert (two / "critic/manifest.json").is_file()
     assert result(one)["num_tokens"] == result(two)["num_tokens"]
+
+
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "rloo": {"algorithm": "rloo"},
+    "reinforce_pp": {"algorithm": "reinforce_pp"},
+    "dr_grpo": {"algorithm": "dr_grpo"},
+    "gspo": {"algorithm": "gspo", "update__clip_ratio": 0.01, "update__dual_clip": 1.02},
+    # A prompt's two responses score alike where both are cut, or are not: refilled steps.
+    "dapo": {"algorithm": "grpo", "update__loss_mean": "token", "update__clip_high": 0.28, "kl__place": "reward",
+             "rollout__flat_groups": "refill", "shaping__clip": 1e-5, "shaping__missing_stop_penalty": 1.0},
+}  # fmt: skip
+
+
+def train_algorithms(folder: Path, name: str) -> dict[str, list[list[list[int]]]]:
+    """Groups of two responses that may lie on two ranks; an odd number of prompts."""
+    engine.setup(timeout_seconds=60)
+    ranks = distributed.world_size()
+    return {
+        way: ppo(
+            folder, name, run__out_dir=str(folder / f"{way}_{ranks}"), rollout__samples_per_prompt=2,
+            critic_optim=None, deepspeed__critic=None, **changes,
+        )
+        for way, changes in ALGORITHMS.items()
+    }  # fmt: skip
+
+
+def algorithms_alone_job(folder: Path) -> dict[str, list[list[list[int]]]]:
+    return train_algorithms(folder, "cpu_zero0")
+
+
+def algorithms_job(folder: Path) -> dict[str, list[list[list[int]]]]:
+    return train_algorithms(folder, "cpu_zero3")
+
+
+@pytest.mark.parametrize("way", ALGORITHMS)
+def test_every_algorithm_is_one_trajectory(runs: Runs, way: str) -> None:
+    """1 rank = 2 ranks under ZeRO-3: responses token for token, groups, what is made up for, metrics and weights."""
+    (alone,) = runs.after(algorithms_alone_job, world_size=1)
+    first, second = runs.after(algorithms_job)
+    assert first[way] == second[way] == alone[way], "every rank trains on the same groups"
+    one, two = runs.folder / f"{way}_1", runs.folder / f"{way}_2"
+    assert_same_run(one, two, rel=1e-4, weight=2e-5)
+    assert not (two / "critic").exists() and not series(two, "value/loss")
+    if way == "dapo":
+        assert max(series(two, "ppo/draws")) > 1 and max(series(two, "ppo/flat_groups_frac")) > 0
 
 
 def bfloat16_job(folder: Path) -> list[list[list[int]]]:

@@ -12,7 +12,7 @@ from launch import preflight
 from launch.hostfile import Host
 from launch.inputs import is_hub_name
 from launch.placement import Placement
-from launch.recipe import find_recipe, load_recipe, resolve_stages
+from launch.recipe import RecipeError, find_recipe, load_recipe, resolve_stages
 from rlhf import artifacts
 
 LOCAL = Placement(hosts=(Host("localhost", (0, 1)),), num_gpus=2)
@@ -260,3 +260,16 @@ def test_mpirun_as_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert "as root" not in problems(tmp_path, placement=told)
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     assert "as root" not in problems(tmp_path, placement=placement)
+
+
+def test_a_critic_that_is_not_built_is_not_checked(tmp_path: Path) -> None:
+    """With RLOO its DeepSpeed JSON and its model play no part; with PPO the JSON has to be there."""
+    missing = "--ppo.deepspeed.critic=./none.json"
+    assert "deepspeed.critic: DeepSpeed JSON ./none.json does not exist" in problems(tmp_path, overrides=[missing])
+    rloo = ["--ppo.algorithm=rloo", "--ppo.rollout.samples_per_prompt=2", missing]
+    assert problems(tmp_path, overrides=rloo) == ""
+    path = find_recipe("tiny_cpu")
+    stages = {stage.name: stage for stage in resolve_stages(load_recipe(path), path, tmp_path, overrides=rloo)}
+    assert set(stages["ppo"].models()) == set(stages["ppo"].ds_configs()) == {"actor", "reference", "reward"}
+    with pytest.raises(RecipeError, match="samples_per_prompt=1, but algorithm=rloo compares"):
+        problems(tmp_path, overrides=rloo[:1])

@@ -6,7 +6,24 @@ from typing import Any
 import pytest
 import torch
 
+from step3_ppo.algorithm import KLConfig, Method, UpdateConfig, choose_method
 from step3_ppo.experience import ScoredSequence
+
+
+@pytest.fixture
+def method() -> Callable[..., Method]:
+    """The method of an algorithm; responses of 8 tokens at most."""
+
+    def make(name: Any = "ppo", *, group_size: int = 1, kl: Any = None, **update: Any) -> Method:
+        return choose_method(
+            name,
+            UpdateConfig(minibatch_size=1, **update),
+            KLConfig(**(kl or {})),
+            group_size=group_size,
+            max_response_tokens=8,
+        )
+
+    return make
 
 
 @pytest.fixture

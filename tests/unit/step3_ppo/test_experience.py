@@ -5,7 +5,7 @@ import torch
 
 from rlhf.data.batching import Batching
 from rlhf.sharing import Sharing
-from step3_ppo.config import GAEConfig
+from step3_ppo.algorithm import GAEConfig, KLConfig, Method, UpdateConfig, choose_method
 from step3_ppo.experience import Experience, ScoredSequence, gather_sequences, right_pad, sequence_mask, to_experience
 
 Make = Callable[..., ScoredSequence]
@@ -14,9 +14,9 @@ LENGTHS = (3, 1, 5, 2, 4, 1, 7)
 
 
 def experience_of(sequences: list[ScoredSequence], *, kl_coef: float = 0.1) -> Experience:
-    kl_BR = right_pad([s.old_logprob_R - s.ref_logprob_R for s in sequences])
     score_B = torch.tensor([s.score for s in sequences])
-    return to_experience(sequences, score_B, kl_BR, kl_coef=kl_coef, gae_config=GAEConfig(gamma=1.0, lam=1.0))
+    ppo = choose_method("ppo", UpdateConfig(minibatch_size=1), KLConfig(), group_size=1, max_response_tokens=8)
+    return to_experience(sequences, score_B, kl_coef=kl_coef, method=ppo, gae_config=GAEConfig(gamma=1.0, lam=1.0))
 
 
 def test_hand_worked_example(sequence: Make) -> None:
@@ -106,3 +106,64 @@ def test_mask_and_padding(sequence: Make) -> None:
     assert sequence_mask(rows).tolist() == [[True, False, False], [True, True, True]]
     padded = right_pad([torch.tensor([1.0]), torch.tensor([2.0, 3.0, 4.0])])
     assert padded.tolist() == [[1.0, 0.0, 0.0], [2.0, 3.0, 4.0]]
+
+
+def grouped(sequence: Make) -> list[ScoredSequence]:
+    """Two prompts with two responses each; k1 of the reference is .5 per token of the first response, else 0."""
+    rows = []
+    for prompt, sample, length, score in ((0, 0, 2, 1.0), (0, 1, 1, 3.0), (4, 0, 3, -1.0), (4, 1, 1, -1.0)):
+        ref = torch.full((length,), -0.5 if (prompt, sample) == (0, 0) else 0.0)
+        zero = torch.zeros(length)
+        rows.append(sequence((prompt, sample), length, score=score, old_logprob_R=zero, ref_logprob_R=ref))
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "second"),
+    [
+        # With a penalty of .2 x .5 a token, responses 0 and 1 get .8 and 3.
+        ("rloo", -2.2, 2.2),
+        # The KL is in the loss: 1 and 3, mean 2, deviation 1.
+        ("dr_grpo", -1.0, 1.0),
+        ("grpo", -1.0 / 1.0001, 1.0 / 1.0001),
+        ("gspo", -1.0 / 1.0001, 1.0 / 1.0001),
+    ],
+)
+def test_a_response_is_compared_with_its_group(
+    sequence: Make, method: Callable[..., Method], name: str, first: float, second: float
+) -> None:
+    """One advantage for all tokens of a response; the group of equal scores gets none; no values, no whitening."""
+    rows = grouped(sequence)
+    scores = torch.tensor([s.score for s in rows])
+    found = to_experience(rows, scores, kl_coef=0.2, method=method(name, group_size=2), gae_config=GAEConfig(gamma=0.5))
+    expected = torch.tensor([[first, first, 0.0], [second, 0.0, 0.0], [0.0] * 3, [0.0] * 3])
+    torch.testing.assert_close(found.advantage_BR, expected)
+    assert found.return_BR.abs().max() == 0
+    assert found.reward_BR[0].sum().item() == pytest.approx(0.8 if name == "rloo" else 1.0)
+    torch.testing.assert_close(found.ref_logprob_BR[0], torch.tensor([-0.5, -0.5, 0.0]))
+    share = {"rloo": 7.0, "grpo": 4.0, "gspo": 4.0, "dr_grpo": 32.0}[name]
+    assert found.share_BR.sum().item() == pytest.approx(share)
+    assert found.weight_BR[0].tolist() == ([0.5, 0.5, 0.0] if name in ("grpo", "gspo") else [1.0, 1.0, 0.0])
+
+
+def test_rewards_to_go_are_whitened_over_the_step(sequence: Make, method: Callable[..., Method]) -> None:
+    """REINFORCE++: (.8, .9), 3, (-1, -1, -1), -1 over 7 tokens; no group, no value, no discount."""
+    rows = grouped(sequence)
+    found = to_experience(
+        rows, torch.tensor([s.score for s in rows]), kl_coef=0.2, method=method("reinforce_pp"), gae_config=GAEConfig()
+    )
+    raw = torch.tensor([0.8, 0.9, 3.0, -1.0, -1.0, -1.0, -1.0])
+    expected = (raw - raw.mean()) / raw.std(correction=0)
+    torch.testing.assert_close(found.advantage_BR[found.mask_BR], expected)
+
+
+def test_a_micro_batch_holds_what_the_loss_needs(sequence: Make, method: Callable[..., Method]) -> None:
+    """The same rows of every tensor; a micro-batch without rows weighs nothing."""
+    rows = grouped(sequence)
+    scores = torch.tensor([s.score for s in rows])
+    found = to_experience(rows, scores, kl_coef=0.2, method=method("grpo", group_size=2), gae_config=GAEConfig())
+    micro = found.micro_batch([2, 0], pad_id=0, device=torch.device("cpu"), packed=False)
+    for name in ("ref_logprob", "weight", "share", "advantage", "old_logprob"):
+        assert torch.equal(getattr(micro, f"{name}_SR"), getattr(found, f"{name}_BR")[[2, 0]]), name
+    empty = found.micro_batch([], pad_id=0, device=torch.device("cpu"), packed=False)
+    assert empty.share_SR.sum() == 0 and empty.weight_SR.sum() == 0 and not empty.mask_SR.any()

@@ -3,7 +3,7 @@ import statistics
 import pytest
 import torch
 
-from step3_ppo.rewards import RunningScale, kl_k1, kl_k3, shape_score, token_rewards
+from step3_ppo.rewards import RunningScale, kl_k1, kl_k2, kl_k3, overlong_penalty, shape_score, token_rewards
 
 
 def test_score_sits_on_the_last_real_token_and_kl_on_each():
@@ -58,3 +58,29 @@ def test_running_scale_equals_the_standard_deviation_of_all_scores():
     restored.load_state_dict(scale.state_dict())
     assert restored.std == scale.std
     assert RunningScale().std == 1.0
+
+
+def test_k2_is_half_the_square_and_its_gradient_that_of_the_divergence():
+    """A softmax of 3 logits: the mean gradient of k2 over samples of p is that of KL(p || q); k1's is 0."""
+    assert kl_k2(torch.tensor([-1.0, -3.0]), torch.tensor([-2.0, -2.5])).tolist() == [0.5, 0.125]
+    logits = torch.tensor([0.5, -0.3, 1.2], dtype=torch.float64, requires_grad=True)
+    q = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
+    logp = logits.log_softmax(-1)
+    p = logp.detach().exp()
+    (exact,) = torch.autograd.grad((logp.exp() * (logp - q.log())).sum(), logits, retain_graph=True)
+    (of_k2,) = torch.autograd.grad((p * kl_k2(logp, q.log())).sum(), logits, retain_graph=True)
+    (of_k1,) = torch.autograd.grad((p * kl_k1(logp, q.log())).sum(), logits)
+    torch.testing.assert_close(of_k2, exact)
+    assert of_k1.abs().max() < 1e-12
+
+
+def test_overlong_penalty_hand_worked():
+    """Of 10 tokens the last 4: none up to 6, a quarter of 2 for each more, 2 for a response that was cut."""
+    lengths = torch.tensor([1, 6, 7, 8, 10])
+    found = overlong_penalty(lengths, most=10, tokens=4, penalty=2.0)
+    torch.testing.assert_close(found, torch.tensor([0.0, 0.0, 0.5, 1.0, 2.0]))
+    assert overlong_penalty(lengths, most=10, tokens=0, penalty=2.0).tolist() == [0.0] * 5
+    # Eq. 13 of the paper, with its signs.
+    for length, paid in zip(lengths.tolist(), found.tolist(), strict=True):
+        equation = 0.0 if length <= 6 else (6 - length) / 4
+        assert -paid == pytest.approx(2.0 * equation)

@@ -122,3 +122,17 @@ def test_bad_flags_are_one_error(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert main(argv) == 2
         assert said in capsys.readouterr().err
     assert not (tmp_path / "work").exists()
+
+
+def test_a_recipe_without_a_critic_has_none_in_any_way(tmp_path: Path) -> None:
+    """Its sections may be missing: no flag names them."""
+    said = ["--ppo.algorithm=reinforce_pp", "--ppo.critic_optim=null", "--ppo.deepspeed.critic=null"]
+    recipe = SOURCES.read_recipe("tiny_cpu", said)
+    known = [strategy for strategy in strategies(3, 2, "fp32") if strategy.name in ("ZeRO-0", "ZeRO-3, Muon")]
+    assert len(known) == 2
+    for place, strategy in enumerate(known):
+        flags = list(_flags(strategy, recipe, 3, tmp_path / str(place), SOURCES))
+        keys = [flag.partition("=")[0] for flag in flags]
+        assert not any("critic" in key for key in keys) and "--ppo.deepspeed.actor" in keys
+        config = _resolve_recipe("tiny_cpu", [*said, *flags])[1]["ppo"]
+        assert config["critic_optim"] is None and config["deepspeed"]["critic"] is None

@@ -221,3 +221,19 @@ def test_fp8_is_for_what_is_trained() -> None:
     assert other["update actor"] < 0.9 * one["update actor"] and other["score"] < 0.9 * one["score"]
     made = setting(gpu="h100-sxm", dtype="fp8").ppo
     assert [getattr(made, role).dtype for role in ("actor", "critic", "reference", "reward")] == ["fp8"] * 3 + ["bf16"]
+
+
+def test_a_recipe_without_a_critic_stays_one(tmp_path: Path) -> None:
+    """No DeepSpeed JSON of a critic is written, and none is planned when the recipe is read back."""
+    template = tmp_path / "rloo"
+    shutil.copytree(TEMPLATE.folder, template)
+    doc = yaml.safe_load((template / "ppo.yaml").read_text())
+    doc["algorithm"] = "rloo"
+    doc["rollout"]["samples_per_prompt"] = 4
+    (template / "ppo.yaml").write_text(yaml.safe_dump(doc))
+    made = replace(setting(), ppo=replace(setting().ppo, critic=None))
+    emit(made, tmp_path / "mine", template=replace(TEMPLATE, folder=template), load=ds_config.load)
+    assert not (tmp_path / "mine/critic.json").exists() and (tmp_path / "mine/actor.json").exists()
+    assert "critic" not in yaml.safe_load((tmp_path / "mine/ppo.yaml").read_text())["deepspeed"]
+    found = read(tmp_path / "mine")
+    assert found.ppo.critic is None and found.ppo.prompts_per_step == made.ppo.prompts_per_step

@@ -296,3 +296,42 @@ def test_ranks_with_fewer_rows_than_a_micro_batch_take_smaller_ones() -> None:
     assert setting(gpus=128, micro_batch=4, global_batch=64).sft.layout.global_batch == 128
     whole = setting(gpus=8, micro_batch=4, global_batch=64).sft.layout
     assert (whole.micro_batch, whole.accumulation) == (4, 2)
+
+
+def without_critic() -> tuple[Setting, Setting]:
+    """The reference recipe as it is, and with an algorithm that has no critic."""
+    name, stages, gpus = cli._read_recipe("opt_13b_350m_single_node")
+    others = copy.deepcopy(dict(stages))
+    others["ppo"].update(algorithm="rloo", critic_optim=None)
+    others["ppo"]["deepspeed"]["critic"] = None
+    with_it, without = (
+        from_recipe(name, found, DEVICES["a100-80"], gpus, load=ds_config.load) for found in (stages, others)
+    )
+    return with_it, without
+
+
+def test_an_algorithm_without_a_critic_is_planned_without_one() -> None:
+    """OPT-350M at ZeRO-0 in bf16: 16 bytes a parameter of states less, one update and one scoring forward less."""
+    with_it, without = without_critic()
+    assert with_it.ppo.critic is not None and without.ppo.critic is None
+    plans = [plan_step(made, 3) for made in (with_it, without)]
+    parameters = MODELS["opt-350m"].backbone_parameters
+    for phase in ("rollout", "score"):
+        first, second = (plan.memory[phase] for plan in plans)
+        states = [part.weights + part.optimizer for part in (first, second)]
+        assert states[0] - states[1] == pytest.approx(14 * parameters, rel=0.05), phase
+    assert "update critic" in plans[0].seconds and "update critic" not in plans[1].seconds
+    assert plans[1].seconds["score"] < plans[0].seconds["score"]
+    assert plans[1].seconds["update actor"] == plans[0].seconds["update actor"]
+    row = [
+        flops.ppo_row(made.actor, made.reward, made.prompt, made.response, critic=made.ppo.critic is not None)
+        for made in (with_it, without)
+    ]
+    assert [plan.model_flops / plan.rows for plan in plans] == pytest.approx(row)
+    assert all(remedy.setting.ppo.critic is None for remedy in remedies(without, 3))
+
+
+def test_flops_of_a_critic_are_its_scoring_and_training() -> None:
+    opt = MODELS["opt-350m"]
+    found = [flops.ppo_row(opt, opt, 5, 7, epochs=2, critic=critic) for critic in (True, False)]
+    assert found[0] - found[1] == pytest.approx(flops.forward(opt, 12) + 2 * flops.update(opt, [12]))

@@ -247,6 +247,7 @@ class TrainEngine:
         if self._scales_16bit_at_stage0:
             # Here gradients become fp32 inside DeepSpeed's step only; its clip there has torch's formula.
             self._engine.optimizer.clip_grad = optim.clip_norm
+            _undo_first_step(self._engine.optimizer)
         self._loss_is_finite = torch.ones((), dtype=torch.bool, device=self.device)
         self._loss = torch.zeros((), dtype=torch.float64, device=self.device)
         self._at_boundary = False
@@ -663,6 +664,17 @@ def _initialize(
     if isinstance(made, Muon) and ds_config.zero_stage(ds) > 0:
         made.shards = zero_shards(engine.optimizer, ds_config.zero_stage(ds))
     return engine
+
+
+def _undo_first_step(optimizer: Any) -> None:
+    """Take back the step with gradients of 0 that DeepSpeed's 16-bit optimiser of stage 0 makes to allocate moments.
+
+    It decays the master weights, and counts in AdamW's bias correction: the first updates would be too small.
+    """
+    optimizer.optimizer.state.clear()
+    for weights, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
+        for weight, master in zip(weights, masters, strict=True):
+            master.data.copy_(weight.data)
 
 
 def averaged_gradients(engine: Any, zero_stage: int) -> list[tuple[nn.Parameter, Tensor]]:

@@ -427,6 +427,29 @@ def test_bf16_and_offload(ranks: Ranks) -> None:
         assert max(abs(a - b) for a, b in zip(found, plain, strict=True)) < tolerance, (case, found, plain)
 
 
+def first_update_job(optimizer: str) -> dict[str, float]:
+    """At each stage in bf16, the mean size of the first update; rates at which bf16 weights show it."""
+    engine.setup(timeout_seconds=60)
+    found = {}
+    for name in STAGES:
+        optim = {"name": optimizer, "lr": 0.05, "weight_decay": 4.0}
+        trained = engine_of(tiny_opt(), name, changes={"bf16": {"enabled": True}}, **optim)
+        before = trained.full_state_dict()
+        train_step(trained, steps_of_rows(1)[0])
+        after = trained.full_state_dict()
+        if before is not None and after is not None:
+            moved = [(after[key].float() - before[key].float()).abs().flatten() for key in before]
+            found[name] = torch.cat(moved).mean().item()
+    return found
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_the_first_update_is_the_first_at_every_stage(ranks: Ranks, optimizer: str) -> None:
+    """DeepSpeed's 16-bit optimiser of stage 0 makes a step as it is built: decay, and the bias correction of two."""
+    plain, *others = ranks(first_update_job, optimizer=optimizer, timeout=90)[0].values()
+    assert all(other == pytest.approx(plain, rel=0.01) for other in others), (plain, others)
+
+
 ZERO_SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     **{f"overlap, {name}": (name, {"overlap_comm": True, "contiguous_gradients": True}) for name in STAGES[1:]},
     "reduce without scatter": ("cpu_zero2", {"reduce_scatter": False}),

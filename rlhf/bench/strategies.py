@@ -95,13 +95,16 @@ def strategies(number: int, ranks: int, dtype: str) -> list[Strategy]:
         # DeepSpeed's clip of 16-bit gradients at stage 0 does not know of shares.
         stages = (0, 1, 3) if dtype == "fp32" else (1, 3)
         found += [Strategy(name=f"ZeRO-{stage}, TP 2", zero={"stage": stage}, stage=halves) for stage in stages]
-    if number == 1 and ranks > 1:
+    if ranks > 1:
         shared = {"parallel.sp": ranks}
         found += [
             Strategy(name="rows shared", zero={"stage": 0}, stage=shared),
             Strategy(name="ZeRO-3, rows shared", zero=stage3, stage=shared),
             Strategy(name="ZeRO-3, rows shared, recompute full", zero=stage3, stage=shared,
                      model={"recompute": "full"}),
+        ]  # fmt: skip
+    if number == 1 and ranks % 2 == 0:
+        found += [
             Strategy(name="PP 2", zero={"stage": 0}, stage={"parallel.pp": 2}),
             Strategy(name="ZeRO-1, PP 2", zero={"stage": 1}, stage={"parallel.pp": 2}),
         ]  # fmt: skip

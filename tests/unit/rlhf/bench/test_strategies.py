@@ -51,11 +51,13 @@ def test_optimisers_are_those_of_the_name() -> None:
 def test_one_rank_has_no_second_shard() -> None:
     halves = {f"ZeRO-{stage}, TP 2" for stage in (0, 1, 3)}
     added = {s.name for s in strategies(2, 2, "fp32")} - {s.name for s in strategies(2, 1, "fp32")}
-    assert added == {"ZeRO-3, hpZ", *halves}
+    rows = {"rows shared", "ZeRO-3, rows shared", "ZeRO-3, rows shared, recompute full"}
+    assert added == {"ZeRO-3, hpZ", *halves, *rows}
     assert {s.name for s in strategies(2, 2, "bf16")} >= halves - {"ZeRO-0, TP 2"}, "not with 16 bits at stage 0"
     assert "ZeRO-0, TP 2" not in {s.name for s in strategies(2, 2, "bf16")}
-    others = strategies(1, 1, "fp32") + strategies(3, 2, "fp32")
-    assert not any(key in s.stage for s in others for key in ("parallel.sp", "parallel.pp"))
+    assert not any(key.startswith("parallel.") for s in strategies(1, 1, "fp32") for key in s.stage)
+    with_stages = [{s.name for s in strategies(n, 2, "fp32") if "parallel.pp" in s.stage} for n in (1, 2, 3)]
+    assert with_stages == [{"PP 2", "ZeRO-1, PP 2"}, set(), set()]
 
 
 def test_a_recipe_in_bf16_stays_in_bf16(tmp_path: Path) -> None:

@@ -14,10 +14,3 @@ Masks are bool, named by what is True, and made from lengths, never from token i
 response token i; column t of a `*_BT` tensor is token t of the row: `logprob_BT[:, t]` is the log-probability of
 token t given the tokens before it. Log-probabilities, entropy and KL are in nats.
 """
-
-import logging
-
-# torchao, which transformers imports where it is installed: kernels of other accelerators that it does not find, and a
-# use of torch's that torch will drop. A user can do nothing about either.
-for _name in ("torchao", "torch.utils._pytree"):
-    logging.getLogger(_name).setLevel(logging.ERROR)

@@ -6,6 +6,7 @@ world of one. Every function below then works in both cases, so that no caller a
 """
 
 import functools
+import logging
 import os
 import socket
 from collections.abc import Iterator
@@ -19,6 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf import heartbeat
+
+# torchao, which transformers imports with its models where it is installed, names kernels of other accelerators that it
+# does not find, and a use of torch's that torch will drop. A user can do nothing about either; this is loaded first.
+for _name in ("torchao", "torch.utils._pytree"):
+    logging.getLogger(_name).setLevel(logging.ERROR)
 
 T = TypeVar("T")
 

@@ -56,10 +56,25 @@ QUICK = ("rows shared", "layers dealt", "weights shared", "hpZ", "optimizer offl
 
 
 def role_of(names: Sequence[str]) -> Role:
-    """A role with these ways on, and nothing else."""
+    """A role with these ways on, and nothing else, at the lowest ZeRO stage that they go with.
+
+    Raises:
+        ValueError: there is none; of the lowest stage that each of them could be tried at.
+    """
+    if any(BY_NAME[name].knob == "zero" for name in names):
+        return _role_of(names)
+    stages = range(max(STAGE.get(name, 0) for name in names), 4)
+    errors = []
+    for stage in stages:
+        try:
+            return _role_of([f"ZeRO-{stage}", *names])
+        except ValueError as error:
+            errors.append(error)
+    raise errors[0]
+
+
+def _role_of(names: Sequence[str]) -> Role:
     found: dict[str, dict[str, Any]] = {part: {} for part in ("zero", "json", "model", "optim", "parallel")}
-    if not any(BY_NAME[name].knob == "zero" for name in names):
-        found["zero"]["stage"] = max(STAGE.get(name, 0) for name in names)
     for name in names:
         part, values = SETTINGS[name]
         found[part].update(values)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from launch import hostfile
 from launch.hostfile import HostfileError, filter_hosts, read_hostfile
 from rlhf import cli, ds_config, states
 from rlhf.artifacts import MANIFEST, ArtifactError, Contract, read_manifest, verify, write_manifest
@@ -28,6 +29,12 @@ JSON = st.recursive(
     ),
     max_leaves=12,
 )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def no_names_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hundreds of names that nobody has, of a name server that may be slow."""
+    monkeypatch.setattr(hostfile, "is_local", lambda name: False)
 
 
 @quietly

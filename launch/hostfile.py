@@ -7,6 +7,7 @@ name, and takes a missing file for "train on this machine alone". Here each of t
 import re
 import socket
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -102,7 +103,11 @@ def _loopback_problems(hosts: Sequence[Host], path: Path) -> list[str]:
         for host in hosts
         if _is_loopback(host.name)
     ]
-    here = [host for host in hosts if not _is_loopback(host.name) and is_local(host.name)]
+    others = [host for host in hosts if not _is_loopback(host.name)]
+    with ThreadPoolExecutor(max_workers=64) as pool:  # a name server may be slow, and there may be hundreds of names
+        here = [
+            host for host, is_here in zip(others, pool.map(is_local, [h.name for h in others]), strict=True) if is_here
+        ]
     problems += [
         f"{path}:{host.line}: `{host.name}` is this machine, as is `{here[0].name}` in line {here[0].line}. Keep one "
         "line per host and add the slots up."

@@ -47,17 +47,9 @@ def test_more_stages_than_layers() -> None:
         ({**LLAMA, "num_hidden_layers": 1}, {}, "parallel.pp=2: the model has 1 layers, and each stage needs one. Use"),
         ({"model_type": "gpt2", "n_layer": 1}, {}, "the model has 1 layers"),
         ({**LLAMA, "model_type": "gemma2"}, {}, "models of model_type gemma2 are not cut by layers, only opt, gpt2"),
-        (LLAMA, {"zero_optimization": {"stage": 2}}, "goes with ZeRO 0 or 1, the DeepSpeed JSON asks for stage 2"),
-        (LLAMA, {"fp16": {"enabled": True}}, "does not train in fp16: an overflow on one stage"),
-        (LLAMA, {"bf16": {"enabled": True}, "zero_optimization": {"stage": 0}}, "in bf16 needs ZeRO-1"),
         (LLAMA, {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}, "`data_types.grad_accum"),
         (LLAMA, {"wall_clock_breakdown": True}, "does not go with `wall_clock_breakdown`"),
         (LLAMA, {"flops_profiler": {"enabled": True}}, "does not go with `flops_profiler`"),
-        (
-            LLAMA,
-            {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
-            "has not been tried with `zero_optimization.offload_optimizer`. Use a JSON without it",
-        ),
     ],
 )
 def test_what_is_refused(shape: dict[str, Any], ds: dict[str, Any], said: str) -> None:

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Install the programs that the tests on emulated hosts use (tests/hosts.py, tests/slurm.py), where they are missing: as
-# root on Debian. Elsewhere it says so, and those tests skip with a reason. No service is started or left enabled.
+# Install the programs that the tests on emulated hosts use (tests/hosts.py, tests/slurm.py), and the headers that the test
+# of weights on a disk builds with, where they are missing: as root on Debian. Elsewhere it says so, and those tests skip
+# with a reason. No service is started or left enabled.
 set -euo pipefail
 
 declare -A packages=(
@@ -12,9 +13,10 @@ missing=()
 for program in "${!packages[@]}"; do
   command -v "$program" > /dev/null || missing+=("${packages[$program]}")
 done
+[[ -e /usr/include/libaio.h ]] || missing+=(libaio-dev)
 ((${#missing[@]})) || exit 0
 
-skipped="the tests on emulated hosts that need them will be skipped"
+skipped="the tests that need them will be skipped"
 if [[ $(id -u) != 0 ]] || ! command -v apt-get > /dev/null; then
   echo "install_programs.sh: not root, or no apt-get, to install ${missing[*]}: $skipped"
   exit 0

@@ -28,7 +28,13 @@ _OWNED_BY_YAML = {
     "gradient_clipping": "the limit is `optim.clip_norm`",
     "gradient_accumulation_steps": "it follows from the YAML's batch size, the ranks and the micro-batch",
     "train_batch_size": "the YAML's `global_batch_size` (PPO: `update.minibatch_size`) says it",
+    "tensor_parallel": "the ranks that share the weights are `parallel.tp`",
+    "sequence_parallel_size": "the ranks that share the rows are `parallel.sp`",
+    "pipeline": "the ranks that share the layers are `parallel.pp`",
 }
+
+# The names of types that `data_types` knows, and torch's.
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 # With these values of DeepSpeed's own, a JSON was written by `resolve`, for the record of a run.
 _RESOLVED = {"gradient_accumulation_steps": 1, "gradient_clipping": 0.0}
@@ -38,10 +44,7 @@ _NOT_SUPPORTED = {
     "managed_gradient_accumulation": "the engine sets the boundary of an optimiser step itself",
     "amp": "use bf16 or fp16",
     "torch_autocast": "use bf16 or fp16",
-    "tensor_parallel": "every rank is a data-parallel rank here",
-    "expert_parallel": "every rank is a data-parallel rank here",
-    "sequence_parallel_size": "every rank is a data-parallel rank here",
-    "pipeline": "the engine does not split a model by layers",
+    "expert_parallel": "experts are not dealt to ranks here",
     "data_efficiency": "data is the YAML's `data` section",
     "curriculum_learning": "data is the YAML's `data` section",
     "dataloader_drop_last": "data is the YAML's `data` section",
@@ -192,11 +195,19 @@ def _check_zero(raw: Mapping[str, Any], stage: int, source: str) -> None:
             "machine, one that no other run uses.",
         )
     accumulation = raw.get("data_types", {}).get("grad_accum_dtype")
+    if accumulation is not None and accumulation not in _DTYPES:
+        _fail(source, f"`data_types.grad_accum_dtype` must be one of {', '.join(_DTYPES)}, got {accumulation!r}.")
     if stage == 1 and raw.get("bf16", {}).get("enabled") and accumulation == "fp32" and not device:
         _fail(
             source,
             "bf16 with `data_types.grad_accum_dtype` fp32 at stage 1 makes DeepSpeed use another optimizer class, "
             "whose gradients the engine cannot clip. Use stage 2.",
+        )
+    if stage == 0 and accumulation is not None and _DTYPES[accumulation] != dtype_name(raw):
+        _fail(
+            source,
+            f"`data_types.grad_accum_dtype` {accumulation} at stage 0 must be the weights' dtype, "
+            f"{dtype_name(raw)}: DeepSpeed accumulates in their own gradients there. Remove it, or use stage 2.",
         )
 
 

@@ -18,9 +18,10 @@ from typing import Any
 from launch.inputs import free_bytes, is_hub_name, model_folders, model_shape, source_path
 from launch.placement import Placement, accelerator_visible, count_devices, port_is_free
 from launch.recipe import FOLDERS, Recipe, Stage
-from rlhf import artifacts, ds_config, pipeline
+from rlhf import artifacts, ds_config
 from rlhf.combinations import Role
 from rlhf.config import DataConfig, ModelConfig, OptimConfig, RunConfig
+from rlhf.models import pipeline_split
 from rlhf.models.split import check_heads, check_rollout_split, check_training_split
 from rlhf.rules import RULES
 from step3_ppo.config import PPOConfig
@@ -306,7 +307,7 @@ def _parallel_problems(stage: Stage, stages: Sequence[Stage], world_size: int) -
         for name in _optims(stage):
             from_reward = name == "critic" and not stage.models()[name].path
             shape = _origin(stage, "reward" if from_reward else name, stages)
-            pipeline.check(shape, _json_of(ds_configs[name]), parallel.pp)
+            pipeline_split.check(shape, _json_of(ds_configs[name]), parallel.pp)
             if shape:
                 check_training_split(shape, parallel.tp, name=name)
     except ValueError as error:

@@ -199,10 +199,10 @@ class Group:
     """This process's number in the group."""
     size: int
     handle: dist.ProcessGroup | None
-    """For a library that asks for it; None at size 1."""
+    """For a library that asks for it; None at size 1, and where all ranks are in the group."""
     by_layers: bool = False
     """The ranks lie `count` apart and have a part of the layers each, in their order (`pipeline_of`); else they are
-    consecutive and have a part of each row's tokens each (`group_of`)."""
+    consecutive, and share the tokens of each row or the weights (`group_of`)."""
 
     @property
     def number(self) -> int:

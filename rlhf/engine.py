@@ -165,8 +165,7 @@ def zero3_init(ds: Mapping[str, Any], *, shares: bool = False) -> Iterator[None]
     config = None
     try:
         if ds_config.zero_stage(ds) == 3 and not shares:
-            content = {k: v for k, v in _with_own_folder(ds).items() if k != "hybrid_engine"}
-            config = hf_deepspeed.HfDeepSpeedConfig(content)  # type: ignore[no-untyped-call]
+            config = hf_deepspeed.HfDeepSpeedConfig(for_deepspeed(ds))  # type: ignore[no-untyped-call]
         with _own_hpz_group():
             yield
     finally:
@@ -174,23 +173,27 @@ def zero3_init(ds: Mapping[str, Any], *, shares: bool = False) -> Iterator[None]
         del config
 
 
-def _with_own_folder(ds: Mapping[str, Any]) -> dict[str, Any]:
-    """The JSON with a new folder for weights on a disk: DeepSpeed empties it for each model, also of another role.
+def for_deepspeed(ds: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON as DeepSpeed is given it.
+
+    Without `hybrid_engine`: DeepSpeed's own fails on CPUs and does nothing useful on GPUs; the section is honoured here
+    instead. With a new folder for weights on a disk: DeepSpeed empties it for each model, also of another role.
 
     Raises:
         ValueError: this machine cannot build DeepSpeed's asynchronous I/O.
     """
-    zero = dict(ds.get("zero_optimization", {}))
+    content = {key: value for key, value in ds.items() if key != "hybrid_engine"}
+    zero = content.get("zero_optimization", {})
     section = zero.get("offload_param") or {}
     if section.get("device") != "nvme":
-        return dict(ds)
+        return content
     if not AsyncIOBuilder().is_compatible(verbose=False):
         raise ValueError(
             "`zero_optimization.offload_param.device` is nvme, but DeepSpeed's async_io cannot be built: libaio's "
             "headers are missing. Install libaio-dev (libaio-devel), or use cpu."
         )
     folder = Path(section["nvme_path"]) / f"model{next(_folder_numbers)}"
-    return {**ds, "zero_optimization": {**zero, "offload_param": {**section, "nvme_path": str(folder)}}}
+    return {**content, "zero_optimization": {**zero, "offload_param": {**section, "nvme_path": str(folder)}}}
 
 
 class TrainEngine:
@@ -362,7 +365,7 @@ class TrainEngine:
         assert self._at_boundary, "step() follows accumulate(..., last=True)"
         heartbeat.call(self.role)
         self._at_boundary = False
-        gradients = averaged_gradients(self._engine, self.zero_stage)
+        gradients = _averaged_gradients(self._engine, self.zero_stage)
         self._gradient_bytes = num_bytes(gradient for _, gradient in gradients)
         loss, norm = self._checked_norm(gradients)
         lr = self.optim.lr * self._lr_multiplier() * self.lr_scale
@@ -392,7 +395,7 @@ class TrainEngine:
         Only a step clears all that DeepSpeed keeps of an accumulation. It is made with gradients of 0, and what it does
         to weights and moments is overwritten by the state.
         """
-        for _, gradient in averaged_gradients(self._engine, self.zero_stage):
+        for _, gradient in _averaged_gradients(self._engine, self.zero_stage):
             gradient.zero_()
         self._update()
 
@@ -411,9 +414,11 @@ class TrainEngine:
         if gradients:
             norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for _, g in gradients]
             squares = torch.stack(norms).to(self.device, torch.float64).square()
-            # A weight that all ranks of a group have whole has the same gradient on each.
-            whole = torch.tensor([not is_share(weight) for weight, _ in gradients], device=self.device)
-            square = torch.where(whole, squares / self.tensor.size, squares).sum()
+            if self.tensor.size > 1:
+                # A weight that all ranks of a group have whole has the same gradient on each.
+                whole = torch.tensor([not is_share(weight) for weight, _ in gradients], device=self.device)
+                squares = torch.where(whole, squares / self.tensor.size, squares)
+            square = squares.sum()
         bad_loss = (~self._loss_is_finite).to(torch.float64)
         self._loss_is_finite.fill_(True)  # noqa: FBT003  the tensor's value
         # One small collective a step: every rank then knows every rank's part.
@@ -645,8 +650,6 @@ class FrozenEngine:
 def _initialize(
     model: nn.Module, ds: dict[str, Any], *, optim: OptimConfig | None = None, mpu: ModelParallelUnit | None = None
 ) -> Any:
-    # DeepSpeed's own hybrid engine fails on CPUs and does nothing useful on GPUs; the section is honoured here instead.
-    config = {key: value for key, value in _with_own_folder(ds).items() if key != "hybrid_engine"}
     if distributed.device_type() == "cpu":
         ds_config.check_on_cpu(ds, has_fp16=deepspeed.get_accelerator().is_fp16_supported())
     if ds_config.zero_stage(ds) == 3:
@@ -659,7 +662,12 @@ def _initialize(
         zero_utils.ZERO_SUPPORTED_OPTIMIZERS.append(type(made))  # else a warning for each engine
     with _own_hpz_group(), _asking(mpu):
         engine, *_ = deepspeed.initialize(
-            model=model, model_parameters=groups, optimizer=made, config=config, mpu=mpu, dist_init_required=False
+            model=model,
+            model_parameters=groups,
+            optimizer=made,
+            config=for_deepspeed(ds),
+            mpu=mpu,
+            dist_init_required=False,
         )
     if isinstance(made, Muon) and ds_config.zero_stage(ds) > 0:
         made.shards = zero_shards(engine.optimizer, ds_config.zero_stage(ds))
@@ -677,7 +685,7 @@ def _undo_first_step(optimizer: Any) -> None:
             master.data.copy_(weight.data)
 
 
-def averaged_gradients(engine: Any, zero_stage: int) -> list[tuple[nn.Parameter, Tensor]]:
+def _averaged_gradients(engine: Any, zero_stage: int) -> list[tuple[nn.Parameter, Tensor]]:
     """The tensors that DeepSpeed's next step will read: all gradients at stage 0, else this rank's shard.
 
     They are scaled in place, so they have to be the ones DeepSpeed uses and no copies. Before each stands its weight,

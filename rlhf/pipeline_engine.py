@@ -32,13 +32,13 @@ from torch import Tensor, nn
 from rlhf import distributed, ds_config, heartbeat, memory
 from rlhf.config import OptimConfig
 from rlhf.distributed import Group
-from rlhf.engine import Batch, LossOf, Said, TrainEngine
+from rlhf.engine import Batch, LossOf, Said, TrainEngine, for_deepspeed
 from rlhf.metrics import Stats
 from rlhf.models.backbone import hidden_states
 from rlhf.models.pipeline_part import keep_part
+from rlhf.models.pipeline_weights import gather_weights, whole_model
 from rlhf.models.policy import Policy, PolicyOutput
 from rlhf.optimizers import parameter_groups
-from rlhf.pipeline_weights import gather_weights, whole_model
 from rlhf.sharing import Sharing
 from rlhf.stopwatch import Stopwatch
 
@@ -167,7 +167,6 @@ class PipelineTrainEngine(TrainEngine):
             self._copy.requires_grad = False  # so that it is in no group of DeepSpeed's optimiser
         self._stage = _Stage(cast(Policy, model))
         layers = [self._stage if number == self.group.rank else nn.Identity() for number in range(self.group.size)]
-        config = {key: value for key, value in self.ds.items() if key != "hybrid_engine"}
         # DeepSpeed prints what it builds, and keeps the groups of the last pipeline in a global, by which the next
         # model of the process would be one of it.
         with contextlib.redirect_stdout(io.StringIO()), distributed.own_timeout():
@@ -180,7 +179,7 @@ class PipelineTrainEngine(TrainEngine):
                 engine, *_ = deepspeed.initialize(
                     model=net,
                     model_parameters=parameter_groups(model, self.optim),
-                    config=config,
+                    config=for_deepspeed(self.ds),
                     dist_init_required=False,
                 )
             finally:

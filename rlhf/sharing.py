@@ -7,10 +7,10 @@ from typing import TypeVar
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from rlhf import pipeline
 from rlhf.combinations import Role
 from rlhf.config import ModelConfig
 from rlhf.distributed import Group, group_of, pipeline_of, world_size
+from rlhf.models import pipeline_split
 from rlhf.models.attention import FAMILIES, takes_layout
 from rlhf.models.build import read_config
 from rlhf.models.split import check_heads, check_training_split
@@ -55,15 +55,15 @@ class Sharing:
         return model
 
 
-def share_rows(
-    models: Mapping[str, Role], tokenizer: PreTrainedTokenizerBase, *, readers: Sequence[ModelConfig] = ()
+def join_groups(
+    models: Mapping[str, Role], tokenizer: PreTrainedTokenizerBase, *, readers: Sequence[ModelConfig] | None = None
 ) -> Sharing:
     """The groups that the stage's `parallel` asks for. Collective.
 
     Args:
         models: that are trained, by the name of their section.
         tokenizer: of the models.
-        readers: all models that read the rows, where there are others.
+        readers: all models that read the rows, where there are others beside.
 
     Raises:
         ValueError: the ranks or a model's heads do not divide, or it cannot be shared so.
@@ -72,7 +72,7 @@ def share_rows(
     parallel.check_ranks(world_size())
     if parallel.sp > 1:
         said = f"parallel.sp={parallel.sp}"
-        for model in [role.model for role in models.values()] + list(readers):
+        for model in [role.model for role in models.values()] if readers is None else readers:
             config = read_config(model, tokenizer)
             if not takes_layout(config):
                 raise ValueError(
@@ -85,5 +85,5 @@ def share_rows(
         for name, role in models.items():
             shape = read_config(role.model, tokenizer).get_text_config().to_dict()
             check_training_split(shape, parallel.tp, name=name)
-            pipeline.check(shape, role.ds, parallel.pp)
+            pipeline_split.check(shape, role.ds, parallel.pp)
     return Sharing(sequence=group_of(parallel.sp), tensor=group_of(parallel.tp), pipeline=pipeline_of(parallel.pp))

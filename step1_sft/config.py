@@ -31,7 +31,7 @@ class SFTConfig:
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     """The tokenizer."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    """Ranks that share rows, or the layers."""
+    """Ranks that share rows, weights or layers."""
     eval: EvalConfig = field(default_factory=EvalConfig)
     """Evaluation."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)

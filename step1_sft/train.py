@@ -30,7 +30,7 @@ from rlhf.models.token_stats import TokenStats, token_stats
 from rlhf.pipeline_engine import PipelineTrainEngine, train_engine
 from rlhf.rollout.answers import Voice, answer_rows
 from rlhf.run import Run
-from rlhf.sharing import Sharing, share_rows
+from rlhf.sharing import Sharing, join_groups
 from rlhf.stage import (
     Language,
     choose_batching,
@@ -52,7 +52,7 @@ def train(cfg: SFTConfig) -> None:
     ds = ds_config.load(cfg.deepspeed)
     role = Role(model=cfg.model, ds=ds, optim=cfg.optim, parallel=cfg.parallel)
     language = load_language(cfg.data, cfg.tokenizer, cfg.model, stage="sft")
-    sharing = share_rows({"model": role}, language.tokenizer)
+    sharing = join_groups({"model": role}, language.tokenizer)
     dataset = build_dataset(
         cfg.data, stage="sft", part="train", template=language.template, tokenizer=language.tokenizer
     )

@@ -21,7 +21,7 @@ from rlhf.engine import TrainEngine, setup, zero3_init
 from rlhf.models.build import build_reward_model, check_length_fits
 from rlhf.models.scalar_head import ScalarModel, scores_at
 from rlhf.run import Run
-from rlhf.sharing import Sharing, share_rows
+from rlhf.sharing import Sharing, join_groups
 from rlhf.stage import Language, choose_batching, choose_scoring, export_model, flop_shape, load_language
 from rlhf.watchdog import watched
 from step2_reward.config import RewardConfig
@@ -37,7 +37,7 @@ def train(cfg: RewardConfig) -> None:
     """Train a reward model on preferences and leave a model folder."""
     ds = ds_config.load(cfg.deepspeed)
     language = load_language(cfg.data, cfg.tokenizer, cfg.model, stage="reward")
-    sharing = share_rows(
+    sharing = join_groups(
         {"model": Role(model=cfg.model, ds=ds, optim=cfg.optim, parallel=cfg.parallel)}, language.tokenizer
     )
     if cfg.normalise.policy:

@@ -35,7 +35,7 @@ from rlhf.rollout.vllm import VLLMEngine
 from rlhf.rollout.weights import Lending, choose_lending, lend_weights
 from rlhf.rules import rule_named
 from rlhf.run import Run
-from rlhf.sharing import Sharing, share_rows
+from rlhf.sharing import Sharing, join_groups
 from rlhf.stage import Language, choose_batching, choose_scoring, export_model, flop_shape, load_language
 from rlhf.watchdog import watched
 from step3_ppo.algorithm import Objective
@@ -265,7 +265,7 @@ def join_ranks(cfg: PPOConfig, language: Language, ds: dict[str, dict[str, Any]]
         check_rollout_split(config.to_dict(), cfg.rollout.tensor_parallel)
     if cfg.rollout.graphs:
         check_graphs(config, device_type())
-    return share_rows(trained_roles(cfg, ds), language.tokenizer, readers=list(model_configs(cfg).values()))
+    return join_groups(trained_roles(cfg, ds), language.tokenizer, readers=list(model_configs(cfg).values()))
 
 
 @contextmanager

@@ -76,7 +76,7 @@ def prepare(
         raise ValueError(f"recipe {recipe.name} has no {NAMES[number]}.")
     device = _device(arguments)
     if device is not None:  # what cannot be planned is said before it is measured
-        ranks = arguments.num_gpus or max(sharers(config) for config in recipe.stages.values())
+        ranks = arguments.num_gpus or max(max(sharers(config).values()) for config in recipe.stages.values())
         from_recipe(recipe.name, recipe.stages, device, ranks, load=sources.load)
     return recipe, device
 

@@ -57,7 +57,7 @@ class Sequences:
     @property
     def num_sharers(self) -> int:
         """Ranks that have a part of these sequences each; the fields are the whole's on all of them."""
-        return self.layout.group.size if isinstance(self.layout, SplitLayout) else 1
+        return 1 if self.group is None else self.group.size
 
     @property
     def group(self) -> Group | None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf.models.backbone import base_of
-from rlhf.pipeline import FAMILIES, deal
+from rlhf.models.pipeline_split import FAMILIES, deal
 
 
 class Elsewhere(nn.Module):

@@ -209,6 +209,7 @@ def from_recipe(
         dtype = _computes_in(raw, model, device)
         device.peak(dtype)
         tokens = config["data"]["max_prompt_tokens"] + config["data"]["max_response_tokens"]
+        sharing = sharers(config)
         budget = int(config["data"].get("micro_batch_tokens", 0)) // tokens
         made = Layout(
             gpus=gpus, length=tokens, micro_batch=budget or int(raw.get("train_micro_batch_size_per_gpu", 1)),
@@ -216,8 +217,8 @@ def from_recipe(
             recompute_every=int(model.get("recompute_every", 1)),
             recompute_budget=float(model.get("recompute_budget", 0.0)), dtype=dtype,
             optimizer=optim.get("name", "adamw"),
-            lora=int(model.get("lora", {}).get("rank", 0)), context=sharers(config),
-            tensor=shares(config) if trained else 1, pipeline=stages_of(config),
+            lora=int(model.get("lora", {}).get("rank", 0)), context=sharing["sp"],
+            tensor=sharing["tp"] if trained else 1, pipeline=sharing["pp"],
             offload_optimizer="offload_optimizer" in zero, offload_weights="offload_param" in zero,
             offload_activations=bool(model.get("offload_activations")),
         )  # fmt: skip
@@ -323,19 +324,9 @@ def _score_rows(data: Mapping[str, Any], length: int) -> int:
     return max(1, int(tokens) // length) if tokens else SCORE_ROWS
 
 
-def sharers(stage: Mapping[str, Any]) -> int:
-    """Ranks that share each row's tokens in a stage."""
-    return int(stage.get("parallel", {}).get("sp", 1))
-
-
-def shares(stage: Mapping[str, Any]) -> int:
-    """Ranks that share the weights of a stage's trained models."""
-    return int(stage.get("parallel", {}).get("tp", 1))
-
-
-def stages_of(stage: Mapping[str, Any]) -> int:
-    """Pipeline stages that the layers of a stage's model are dealt to."""
-    return int(stage.get("parallel", {}).get("pp", 1))
+def sharers(stage: Mapping[str, Any]) -> dict[str, int]:
+    """How many ranks share each row's tokens (`sp`), a trained model's weights (`tp`), or its layers (`pp`)."""
+    return {name: int(stage.get("parallel", {}).get(name, 1)) for name in ("sp", "tp", "pp")}
 
 
 def _model(stage: Mapping[str, Any]) -> Shape:

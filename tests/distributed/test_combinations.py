@@ -18,7 +18,7 @@ from rlhf.engine import TrainEngine
 from rlhf.models.build import build_causal_lm, train_bpe
 from rlhf.models.policy import Policy
 from rlhf.pipeline_engine import train_engine
-from rlhf.sharing import Sharing, share_rows
+from rlhf.sharing import Sharing, join_groups
 from step1_sft.train import loss_of
 from tests.distributed.harness import ROOT, Ranks
 from tests.distributed.test_sequence_parallel import FAMILIES, collate, rows_of
@@ -97,7 +97,7 @@ def trajectory(names: Sequence[str]) -> tuple[list[float], dict[str, Tensor] | N
     """Losses of a few steps and the weights after them."""
     role = role_of(names)
     language = train_bpe(["please answer politely"] * 3, vocab_size=300)
-    sharing = share_rows({"model": role}, language)
+    sharing = join_groups({"model": role}, language)
     with engine.zero3_init(role.ds, shares=role.parallel.tp > 1):
         whole = build_causal_lm(role.model, language, seed=1)
     model = Policy(sharing.share(whole), chunk_tokens=6)

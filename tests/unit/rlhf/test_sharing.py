@@ -9,7 +9,7 @@ from rlhf import ds_config, sharing
 from rlhf.combinations import Role
 from rlhf.config import ModelConfig, OptimConfig, ParallelConfig
 from rlhf.models.build import train_bpe
-from rlhf.sharing import share_rows
+from rlhf.sharing import join_groups
 from tests.unit.rlhf.test_stage import BLOOM, OPT
 
 LLAMA = {"model_type": "llama", "hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 1}
@@ -45,9 +45,9 @@ def test_rows_that_ranks_cannot_share(
 ) -> None:
     monkeypatch.setattr(sharing, "world_size", lambda: num_ranks)
     with pytest.raises(ValueError, match=message):
-        share_rows(role(config, sp=2), tokenizer)
+        join_groups(role(config, sp=2), tokenizer)
 
 
 def test_rows_that_no_rank_shares_suit_every_model(tokenizer: PreTrainedTokenizerBase) -> None:
-    group = share_rows(role(BLOOM), tokenizer).rows
+    group = join_groups(role(BLOOM), tokenizer).rows
     assert (group.rank, group.size, group.number, group.count) == (0, 1, 0, 1)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlhf.pipeline import check, deal
+from rlhf.models.pipeline_split import check, deal
 
 ZERO1 = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}}
 LLAMA = {"model_type": "llama", "num_hidden_layers": 4}

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rlhf import ds_config
@@ -41,6 +42,8 @@ MODEL = {
     "max_position_embeddings": 96,
     "init_std": 0.08,
 }
+# Changes of a config that leave evaluation out.
+NO_EVAL = {"eval__max_rows": 0, "eval__generate_rows": 0}
 # Values that no two attempts have in common.
 MEASURED = ("time/", "speed/", "memory/")
 
@@ -208,6 +211,30 @@ def weights(folder: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
     return load_file(folder / "model.safetensors")
+
+
+def same_weights(one: Path, two: Path) -> bool:
+    """Whether two model folders hold the same weights, to the bit."""
+    first, second = weights(one), weights(two)
+    return first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+
+
+class Models:
+    """Folders of step 1 and step 2 on the same rows, not evaluated."""
+
+    def __init__(self, folder: Path, rows: Path, *, reward: Mapping[str, Any] | None = None, **sft: Any) -> None:
+        from step1_sft.train import train as train_sft
+        from step2_reward.train import train as train_reward
+
+        self.rows = rows
+        train_sft(sft_config(folder / "sft", rows, **NO_EVAL, **sft))
+        self.actor = folder / "sft/model"
+        train_reward(reward_config(folder / "rm", rows, base=self.actor, **NO_EVAL, **(reward or {})))
+        self.reward = folder / "rm/model"
+
+    def config(self, folder: Path, **changes: Any) -> PPOConfig:
+        """Of step 3 from the two."""
+        return ppo_config(folder, self.rows, actor=self.actor, reward=self.reward, **changes)
 
 
 def events(folder: Path) -> list[dict[str, Any]]:

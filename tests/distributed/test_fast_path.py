@@ -19,7 +19,7 @@ from step2_reward.train import train as train_reward
 from step3_ppo import rollout as ppo_rollout
 from step3_ppo.train import train as train_ppo
 from tests.distributed.harness import Ranks
-from tests.stages import ds_json, ppo_config, reward_config, series, sft_config, weights, write_rows, yes_rows
+from tests.stages import NO_EVAL, ds_json, ppo_config, reward_config, series, sft_config, weights, write_rows, yes_rows
 
 # Of each setting: fields of the data section, and the rows of a padded micro-batch.
 BATCHINGS: dict[str, tuple[dict[str, Any], int]] = {
@@ -28,7 +28,6 @@ BATCHINGS: dict[str, tuple[dict[str, Any], int]] = {
     "padded": ({"packing": "off"}, 3),
 }
 REFERENCE = "zero0_all_padded_1"
-NO_EVAL = {"eval__max_rows": 0, "eval__generate_rows": 0}
 LEARNS = {"lr": 0.1, "eps": 1.0, "schedule": "constant", "warmup_frac": 0.0}
 ANSWER_TOKENS = 10
 

@@ -27,6 +27,7 @@ from tests.distributed.test_watchdog import environment
 from tests.distributed.tiny import engine_of, loss_sum, micro_batches, steps_of_rows, tiny_opt, train_step
 from tests.saving import TinyRun, checkpoints, resume
 from tests.stages import (
+    NO_EVAL,
     Killed,
     digit_rows,
     ds_json,
@@ -40,8 +41,6 @@ from tests.stages import (
     weights,
     write_rows,
 )
-
-NO_EVAL = {"eval__max_rows": 0, "eval__generate_rows": 0}
 
 
 def killed(cfg: Any) -> None:

@@ -12,22 +12,18 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rlhf.run import Run
-from step1_sft.train import train as train_sft
-from step2_reward.train import train as train_reward
-from step3_ppo import train as program
 from step3_ppo.experience import Experience
 from step3_ppo.train import train
 from tests.stages import (
-    MODEL,
+    NO_EVAL,
     Killed,
+    Models,
     digit_rows,
     kill_at,
     metric_lines,
-    ppo_config,
     result,
-    reward_config,
+    same_weights,
     series,
-    sft_config,
     weights,
     write_rows,
     yes_rows,
@@ -35,7 +31,6 @@ from tests.stages import (
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
-NO_EVAL = {"eval__max_rows": 0, "eval__generate_rows": 0}
 # The paper's recipe on top of GRPO.
 DAPO: dict[str, Any] = {
     "algorithm": "grpo",
@@ -58,11 +53,7 @@ def make(tmp_path_factory: pytest.TempPathFactory, one_rank: None) -> Make:
     """A config for a policy that answers any prompt with any digit."""
     folder = tmp_path_factory.mktemp("digits")
     rows = write_rows(folder / "rows.jsonl", digit_rows(60))
-    first = sft_config(
-        folder / "sft", rows, model__config=MODEL, max_steps=40, optim__lr=1e-2, global_batch_size=16, **NO_EVAL
-    )
-    train_sft(first)
-    train_reward(reward_config(folder / "rm", rows, base=folder / "sft/model", **NO_EVAL))
+    models = Models(folder, rows, max_steps=40, optim__lr=1e-2, global_batch_size=16)
 
     def config(out: Path, **changes: Any) -> Any:
         values = {
@@ -75,7 +66,7 @@ def make(tmp_path_factory: pytest.TempPathFactory, one_rank: None) -> Make:
             "data__max_response_tokens": 4,
             **changes,
         }
-        return ppo_config(out, rows, actor=folder / "sft/model", reward=folder / "rm/model", **values)
+        return models.config(out, **values)
 
     return config
 
@@ -85,29 +76,14 @@ def make_ragged(tmp_path_factory: pytest.TempPathFactory, one_rank: None) -> Mak
     """A config for a policy whose answers are of different length, against a reward model that tells them apart."""
     folder = tmp_path_factory.mktemp("ragged")
     rows = write_rows(folder / "rows.jsonl", yes_rows(40))
-    train_sft(sft_config(folder / "sft", rows, max_steps=12, **NO_EVAL))
-    train_reward(reward_config(folder / "rm", rows, base=folder / "sft/model", **NO_EVAL))
+    models = Models(folder, rows, max_steps=12)
 
     def config(out: Path, **changes: Any) -> Any:
         sizes = {"rollout__samples_per_prompt": 4, "rollout__batch_size": 32, "data__max_response_tokens": 20}
         values = {**sizes, "critic_optim": None, "deepspeed__critic": None, **changes}
-        return ppo_config(out, rows, actor=folder / "sft/model", reward=folder / "rm/model", **values)
+        return models.config(out, **values)
 
     return config
-
-
-@pytest.fixture
-def experiences(monkeypatch: pytest.MonkeyPatch) -> list[Experience]:
-    """What each step was trained on."""
-    seen: list[Experience] = []
-    to_experience = program.to_experience
-
-    def spy(*arguments: Any, **named: Any) -> Experience:
-        seen.append(to_experience(*arguments, **named))
-        return seen[-1]
-
-    monkeypatch.setattr(program, "to_experience", spy)
-    return seen
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -241,8 +217,7 @@ def test_resume_with_groups_that_are_made_up_for(make: Make, tmp_path: Path, mon
             train(make(parts, **changes))
     train(make(parts, **changes, run__resume=True))
     assert metric_lines(parts) == metric_lines(whole)
-    first, second = weights(whole / "model"), weights(parts / "model")
-    assert all(torch.equal(first[key], second[key]) for key in first)
+    assert same_weights(whole / "model", parts / "model")
 
 
 def test_prompts_that_make_up_for_others_are_new(make: Make, tmp_path: Path, experiences: list[Experience]) -> None:

@@ -4,14 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhf import artifacts, cli, distributed
 from step1_sft import train as sft_program
 from step2_reward import train as reward_program
 from step3_ppo import train as ppo_program
-from tests.stages import ds_json, ppo_config, reward_config, sft_config, weights, write_rows, yes_rows
+from tests.stages import ds_json, ppo_config, reward_config, same_weights, sft_config, write_rows, yes_rows
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 STATES = {"max_steps": 2, "run__save_every": 2}
@@ -19,11 +18,6 @@ STATES = {"max_steps": 2, "run__save_every": 2}
 
 def convert(*arguments: Any) -> int:
     return cli.main(["convert", *map(str, arguments)])
-
-
-def same(one: Path, two: Path) -> bool:
-    first, second = weights(one), weights(two)
-    return first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +39,7 @@ def test_a_policy_that_started_from_nothing(base: Path, tmp_path: Path, capsys: 
         patch.setattr(distributed, "world_size", lambda: 1)
         assert convert(base, "--out", out) == 0
     said = capsys.readouterr().out
-    assert same(base / "model", out)
+    assert same_weights(base / "model", out)
     assert f"{out}: policy model OPTForCausalLM" in said and "step 2, 1 ranks, ZeRO-3" in said
     manifest = artifacts.verify(out)
     assert manifest.kind == "policy" and manifest.contract == artifacts.verify(base / "model").contract
@@ -63,7 +57,7 @@ def test_adapters_are_merged(
     sft_program.train(sft_config(folder, rows, **STATES, **changes, **lora))
     assert convert(folder / "state" / "step_00000002", "--out", tmp_path / "model") == 0
     assert "adapters of rank 4 merged" in capsys.readouterr().out
-    assert same(folder / "model", tmp_path / "model") and not same(base / "model", tmp_path / "model")
+    assert same_weights(folder / "model", tmp_path / "model") and not same_weights(base / "model", tmp_path / "model")
 
 
 def test_reward_model_actor_and_critic(
@@ -72,14 +66,14 @@ def test_reward_model_actor_and_critic(
     reward, ppo = tmp_path / "reward", tmp_path / "ppo"
     reward_program.train(reward_config(reward, rows, base=base / "model", **STATES))
     assert convert(reward, "--out", tmp_path / "rm") == 0
-    assert same(reward / "model", tmp_path / "rm") and artifacts.verify(tmp_path / "rm").kind == "reward"
+    assert same_weights(reward / "model", tmp_path / "rm") and artifacts.verify(tmp_path / "rm").kind == "reward"
     assert AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm").config.num_labels == 1
     assert "not normalised" in capsys.readouterr().out
     ppo_program.train(ppo_config(ppo, rows, actor=base / "model", reward=reward / "model", **STATES))
     assert convert(ppo, "--out", tmp_path / "actor") == 0
     assert convert(ppo, "--out", tmp_path / "critic", "--model", "critic") == 0
-    assert same(ppo / "model", tmp_path / "actor") and artifacts.verify(tmp_path / "actor").kind == "policy"
-    assert same(ppo / "critic", tmp_path / "critic") and artifacts.verify(tmp_path / "critic").kind == "critic"
+    assert same_weights(ppo / "model", tmp_path / "actor") and artifacts.verify(tmp_path / "actor").kind == "policy"
+    assert same_weights(ppo / "critic", tmp_path / "critic") and artifacts.verify(tmp_path / "critic").kind == "critic"
     assert convert(ppo, "--out", tmp_path / "x", "--model", "policy") == 2
     assert "holds actor, critic" in capsys.readouterr().err and not (tmp_path / "x").exists()
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from rlhf.artifacts import ArtifactError, read_manifest, write_json
 from rlhf.checkpoint import Checkpoints
@@ -18,23 +17,22 @@ from step1_sft.train import train as train_sft
 from step2_reward.train import train as train_reward
 from step3_ppo.train import train as train_ppo
 from tests.stages import (
+    NO_EVAL,
     Killed,
+    Models,
     digit_rows,
     events,
     exploding,
     metric_lines,
-    ppo_config,
     result,
     reward_config,
+    same_weights,
     series,
     sft_config,
-    weights,
     write_rows,
 )
 
 pytestmark = pytest.mark.usefixtures("one_rank")
-
-NO_EVAL = {"eval__max_rows": 0, "eval__generate_rows": 0}
 
 
 @pytest.fixture(scope="module")
@@ -44,11 +42,6 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def state_names(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "state").glob("step_*"))
-
-
-def same_weights(one: Path, two: Path) -> bool:
-    first, second = weights(one), weights(two)
-    return first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
 
 
 def test_rollback_goes_on_with_other_rows_and_a_lower_rate(rows: Path, tmp_path: Path) -> None:
@@ -202,30 +195,16 @@ def test_a_loss_that_is_no_number_stops(rows: Path, tmp_path: Path) -> None:
     assert said == [("non_finite", "fires", 2), ("non_finite", "stop", 2)]
 
 
-class Models:
-    """Folders of step 1 and step 2 on the same rows; step 2 has no held-out rows to judge."""
-
-    def __init__(self, folder: Path, rows: Path) -> None:
-        self.rows = rows
-        train_sft(sft_config(folder / "sft", rows, max_steps=12, **NO_EVAL))
-        self.actor = folder / "sft/model"
-        train_reward(reward_config(folder / "rm", rows, base=self.actor, **NO_EVAL))
-        self.reward = folder / "rm/model"
-
-    def config(self, folder: Path, **changes: Any) -> Any:
-        return ppo_config(folder, self.rows, actor=self.actor, reward=self.reward, **{**NO_EVAL, **changes})
-
-
 @pytest.fixture(scope="module")
 def models(rows: Path, tmp_path_factory: pytest.TempPathFactory, one_rank: None) -> Models:
-    return Models(tmp_path_factory.mktemp("models"), rows)
+    return Models(tmp_path_factory.mktemp("models"), rows, max_steps=12)
 
 
 def test_kl_explodes_and_step_3_goes_on_at_a_lower_rate(models: Models, tmp_path: Path) -> None:
     """D4: a rate that tears the policy from the reference in its first updates."""
     health = HealthConfig(kl_explosion=KLConfig(action="rollback", patience=1), rollback_lr_factor=1e-3)
     changes = {"actor_optim__lr": 0.3, "run__save_every": 1, "run__health": health, "max_steps": 4}
-    train_ppo(models.config(tmp_path / "ppo", **changes))
+    train_ppo(models.config(tmp_path / "ppo", **changes, **NO_EVAL))
     back = [event for event in events(tmp_path / "ppo") if event["event"] == "rollback"]
     assert [event["detector"] for event in back] == ["kl_explosion"] and back[0]["rollbacks"] == 1
     assert "nats per response token, beyond 1" in back[0]["text"]
@@ -252,7 +231,7 @@ def test_a_rollout_that_is_not_finite(models: Models, tmp_path: Path, action: An
     """D20: the one update of the first step breaks the weights; nothing looks at them before the next rollout."""
     health = HealthConfig(non_finite=NonFiniteConfig(action=action), rollback_lr_factor=1e-33)
     changes = {"actor_optim__lr": 1e30, "update__epochs": 1, "update__minibatch_size": 8, "run__save_every": 1}
-    config = models.config(tmp_path / "ppo", run__health=health, max_steps=4, deepspeed__actor=ds, **changes)
+    config = models.config(tmp_path / "ppo", run__health=health, max_steps=4, deepspeed__actor=ds, **changes, **NO_EVAL)
     if action == "stop":
         with pytest.raises(NonFiniteError, match="actor: the logits of a rollout are not finite at step 1 on rank 0"):
             train_ppo(config)
@@ -269,12 +248,12 @@ def test_a_rollout_that_is_not_finite(models: Models, tmp_path: Path, action: An
 def test_kl_explosion_stops_step_3(models: Models, tmp_path: Path) -> None:
     health = HealthConfig(kl_explosion=KLConfig(action="stop", patience=2))
     with pytest.raises(UnhealthyError, match="kl_explosion at step 3"):
-        train_ppo(models.config(tmp_path / "ppo", actor_optim__lr=0.3, run__health=health, max_steps=6))
+        train_ppo(models.config(tmp_path / "ppo", actor_optim__lr=0.3, run__health=health, max_steps=6, **NO_EVAL))
     assert [line["step"] for line in metric_lines(tmp_path / "ppo") if line["split"] == "train"] == [1, 2, 3]
 
 
 def test_nothing_fires_where_nothing_is_wrong(models: Models, tmp_path: Path) -> None:
-    train_ppo(models.config(tmp_path / "ppo", max_steps=6, run__save_every=6))
+    train_ppo(models.config(tmp_path / "ppo", max_steps=6, run__save_every=6, **NO_EVAL))
     record = json.loads((tmp_path / "ppo/state/step_00000006/state.json").read_text())
     memories = record["run"]["health"]["memories"]
     # What is looked at without a collective of its own is what is logged.
@@ -304,15 +283,15 @@ def test_step_3_reads_what_the_reward_model_has_seen(models: Models, tmp_path: P
     with pytest.raises(
         UnhealthyError, match=r"reward_above_training at step 2: ppo/model_score is .*in step 2 the rewa"
     ):
-        train_ppo(models.config(tmp_path / "ppo", **changes))
+        train_ppo(models.config(tmp_path / "ppo", **changes, **NO_EVAL))
     del manifest["metrics"]["score_high"]
     write_json(copy / "manifest.json", manifest)
     with pytest.raises(
         ArtifactError, match="reward_above_training.action is stop, but the manifest of .*Run step 2 aga"
     ):
-        train_ppo(models.config(tmp_path / "none", **changes))
+        train_ppo(models.config(tmp_path / "none", **changes, **NO_EVAL))
     assert not (tmp_path / "none").exists()
-    train_ppo(models.config(tmp_path / "warns", reward__path=str(copy), max_steps=1))
+    train_ppo(models.config(tmp_path / "warns", reward__path=str(copy), max_steps=1, **NO_EVAL))
 
 
 def test_the_range_is_that_of_held_out_responses_in_the_exported_unit(models: Models, tmp_path: Path) -> None:

@@ -23,7 +23,6 @@ from rlhf.rollout import weights as lending
 from rlhf.rollout.selfcheck import SelfCheck
 from rlhf.run import Run
 from rlhf.stage import CPU_SCORE_TOKENS, load_language
-from step1_sft.train import train as train_sft
 from step2_reward.train import train as train_reward
 from step3_ppo import roles as roles_module
 from step3_ppo import rollout as rollout_module
@@ -33,16 +32,17 @@ from step3_ppo.experience import Experience, ScoredSequence
 from step3_ppo.train import train
 from tests.stages import (
     MODEL,
+    NO_EVAL,
     Killed,
+    Models,
     changed,
     digit_rows,
     kill_at,
     metric_lines,
-    ppo_config,
     result,
     reward_config,
+    same_weights,
     series,
-    sft_config,
     weights,
     write_rows,
     yes_rows,
@@ -50,54 +50,24 @@ from tests.stages import (
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
-NO_EVAL = {"eval__max_rows": 0, "eval__generate_rows": 0}
 
-
-class Models:
-    """Folders of step 1 and step 2 on the same rows."""
-
-    def __init__(self, folder: Path, rows: list[dict[str, Any]], **changes: Any) -> None:
-        self.rows = write_rows(folder / "rows.jsonl", rows)
-        # Dropout in the models' config: step 3 has to take it out by itself.
-        changes = {"model__config": {**MODEL, "dropout": 0.1}, "model__dropout": None, **changes}
-        train_sft(sft_config(folder / "sft", self.rows, **NO_EVAL, **changes))
-        self.actor = folder / "sft/model"
-        train_reward(reward_config(folder / "rm", self.rows, base=self.actor, model__dropout=None, **NO_EVAL))
-        self.reward = folder / "rm/model"
-
-    def config(self, folder: Path, **changes: Any) -> Any:
-        return ppo_config(folder, self.rows, actor=self.actor, reward=self.reward, **changes)
+def with_dropout(folder: Path, rows: list[dict[str, Any]], **changes: Any) -> Models:
+    """Dropout in the models' config: step 3 has to take it out by itself."""
+    config = {"model__config": {**MODEL, "dropout": 0.1}, "model__dropout": None}
+    path = write_rows(folder / "rows.jsonl", rows)
+    return Models(folder, path, reward={"model__dropout": None}, **config, **changes)
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory, one_rank: None) -> Models:
-    return Models(tmp_path_factory.mktemp("models"), yes_rows(40), max_steps=12)
+    return with_dropout(tmp_path_factory.mktemp("models"), yes_rows(40), max_steps=12)
 
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory, one_rank: None) -> Models:
     """A policy that answers any prompt with any digit."""
-    return Models(tmp_path_factory.mktemp("digits"), digit_rows(60), max_steps=40, optim__lr=1e-2, global_batch_size=16)
-
-
-@pytest.fixture
-def experiences(monkeypatch: pytest.MonkeyPatch) -> list[Experience]:
-    """Every rollout of the run, as the update gets it."""
-    seen: list[Experience] = []
-    to_experience = program.to_experience
-
-    def spy(*arguments: Any, **named: Any) -> Experience:
-        seen.append(to_experience(*arguments, **named))
-        return seen[-1]
-
-    monkeypatch.setattr(program, "to_experience", spy)
-    return seen
-
-
-def same_weights(one: Path, two: Path) -> bool:
-    first, second = weights(one), weights(two)
-    assert first.keys() == second.keys()
-    return all(torch.equal(first[key], second[key]) for key in first)
+    folder = tmp_path_factory.mktemp("digits")
+    return with_dropout(folder, digit_rows(60), max_steps=40, optim__lr=1e-2, global_batch_size=16)
 
 
 @pytest.mark.parametrize("old_logprobs", ["decoder", "rescore"])
